@@ -1,0 +1,1 @@
+"""The vocabulary: trees, specs, keys, scan, transforms, checkpoints, config, interop, devices."""

@@ -1,0 +1,1 @@
+"""Samplers, guidance, pipelines and media files."""

@@ -1,0 +1,1 @@
+"""Kernels beside their plain-PyTorch references, behind one dispatch function per operation."""

@@ -1,0 +1,1 @@
+"""Pure layers and models over flat parameter trees."""

@@ -1,0 +1,1 @@
+"""Recipes, data, methods, optimiser, callbacks and export."""
