@@ -1,0 +1,77 @@
+"""The one file that reaches PyTorch APIs without a stability promise (torch 2.11 to 2.14)."""
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+
+def fused_adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    step: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """One fused AdamW update in place, for leaves of one device and dtype.
+
+    Args:
+        step: 0-d float32 on the leaves' device, already counting this update.
+    """
+    torch._fused_adamw_(
+        list(params),
+        list(grads),
+        list(exp_avgs),
+        list(exp_avg_sqs),
+        [],
+        [step] * len(params),
+        lr=lr,
+        beta1=betas[0],
+        beta2=betas[1],
+        weight_decay=weight_decay,
+        eps=eps,
+        amsgrad=False,
+        maximize=False,
+    )
+
+
+def foreach_adamw_(
+    params: Sequence[Tensor],
+    grads: Sequence[Tensor],
+    exp_avgs: Sequence[Tensor],
+    exp_avg_sqs: Sequence[Tensor],
+    step: Tensor,
+    *,
+    lr: float,
+    betas: tuple[float, float],
+    weight_decay: float,
+    eps: float,
+) -> None:
+    """The same update with multi-tensor kernels (Loshchilov and Hutter, 2019, algorithm 2), in place."""
+    params, grads, m, v = list(params), list(grads), list(exp_avgs), list(exp_avg_sqs)
+    torch._foreach_mul_(params, 1 - lr * weight_decay)
+    torch._foreach_lerp_(m, grads, 1 - betas[0])
+    torch._foreach_mul_(v, betas[1])
+    torch._foreach_addcmul_(v, grads, grads, 1 - betas[1])
+    # Bias corrections as tensors: no copy of the step to the host.
+    denominator = torch._foreach_sqrt(v)
+    torch._foreach_div_(denominator, (1 - betas[1] ** step).sqrt())
+    torch._foreach_add_(denominator, eps)
+    update = torch._foreach_div(m, denominator)
+    torch._foreach_mul_(update, -lr / (1 - betas[0] ** step))
+    torch._foreach_add_(params, update)
+
+
+def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
+    """Multiplies tensors of one device by a 0-d tensor in place, without a host sync."""
+    torch._foreach_mul_(list(tensors), factor)
+
+
+def foreach_lerp_(tensors: Sequence[Tensor], towards: Sequence[Tensor], weight: float) -> None:
+    """`t += weight * (towards - t)` in place."""
+    torch._foreach_lerp_(list(tensors), list(towards), weight)

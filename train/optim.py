@@ -1,0 +1,122 @@
+"""AdamW over flat trees, gradient clipping and EMA: pairs of functions that update in place."""
+
+import contextlib
+import dataclasses
+from collections.abc import Iterator, Mapping
+
+import torch
+from torch import Tensor
+
+from core import compat
+from core.errors import UserError, raise_faults
+from core.trees import Params
+
+OptState = dict[str, Tensor]
+
+
+@dataclasses.dataclass(frozen=True)
+class AdamW:
+    """Hyperparameters. `fused`: None picks the fused kernel on CUDA and multi-tensor kernels elsewhere."""
+
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.01
+    fused: bool | None = None
+
+
+def adamw_init(params: Mapping[str, Tensor]) -> OptState:
+    """`{"step", "exp_avg.<key>", "exp_avg_sq.<key>"}`: moments of every leaf in float32 or wider, zeros.
+
+    The step is a 0-d float32 tensor on the leaves' device, as the fused kernel needs it there.
+    """
+    device = next(iter(params.values())).device
+    state: OptState = {"step": torch.zeros((), dtype=torch.float32, device=device)}
+    for moment in ("exp_avg", "exp_avg_sq"):
+        for k, p in params.items():
+            state[f"{moment}.{k}"] = torch.zeros_like(p, dtype=torch.promote_types(p.dtype, torch.float32))
+    return state
+
+
+def groups_of(params: Mapping[str, Tensor]) -> list[list[str]]:
+    """Keys grouped by device and dtype, for multi-tensor kernels."""
+    groups: dict[tuple, list[str]] = {}
+    for k, p in params.items():
+        groups.setdefault((p.device, p.dtype), []).append(k)
+    return list(groups.values())
+
+
+@torch.no_grad()
+def adamw_update(opt: AdamW, grads: Mapping[str, Tensor], state: OptState, params: Params, lr: float) -> None:
+    """One update of `params` and `state`, in place.
+
+    Args:
+        grads: one gradient per key of `params`, same shapes and dtypes.
+        lr: learning rate of this step.
+
+    Raises:
+        UserError: keys differ, or `fused` was asked for on a device without the kernel.
+    """
+    differ = sorted(set(params) ^ set(grads))
+    raise_faults("adamw: parameters and gradients have different keys", differ)
+    state["step"] += 1
+    for keys in groups_of(params):
+        device = params[keys[0]].device
+        if opt.fused and device.type not in ("cuda", "cpu"):
+            raise UserError(f"training.optimizer.fused: no fused AdamW on {device.type}; use null or false")
+        fused = device.type == "cuda" if opt.fused is None else opt.fused
+        update = compat.fused_adamw_ if fused else compat.foreach_adamw_
+        update(
+            [params[k] for k in keys],
+            [grads[k] for k in keys],
+            [state[f"exp_avg.{k}"] for k in keys],
+            [state[f"exp_avg_sq.{k}"] for k in keys],
+            state["step"],
+            lr=lr,
+            betas=opt.betas,
+            weight_decay=opt.weight_decay,
+            eps=opt.eps,
+        )
+
+
+@torch.no_grad()
+def clip_(grads: Mapping[str, Tensor], max_norm: float) -> Tensor | None:
+    """Scales gradients in place so that their global 2-norm is at most `max_norm`.
+
+    Returns:
+        The norm before clipping, a 0-d float32 tensor that stays on the device (reading it is the
+        caller's choice, after the step); None when `max_norm <= 0`, and nothing is scaled then.
+    """
+    if max_norm <= 0:
+        return None
+    tensors = list(grads.values())
+    norm = torch.nn.utils.get_total_norm(tensors)
+    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
+    for keys in groups_of(grads):
+        compat.foreach_mul_([grads[k] for k in keys], factor.to(grads[keys[0]].dtype))
+    return norm
+
+
+@torch.no_grad()
+def ema_update(ema: Params, params: Mapping[str, Tensor], decay: float) -> None:
+    """`ema = decay * ema + (1 - decay) * params`, in place, in the EMA's dtype."""
+    for keys in groups_of(ema):
+        compat.foreach_lerp_([ema[k] for k in keys], [params[k].to(ema[k].dtype) for k in keys], 1.0 - decay)
+
+
+@contextlib.contextmanager
+def swapped(params: Params, other: Params | None) -> Iterator[None]:
+    """Exchanges the storage of two trees inside the block and restores it on any exit; None does nothing."""
+    if other is None:
+        yield
+        return
+    exchange(params, other)
+    try:
+        yield
+    finally:
+        exchange(params, other)
+
+
+def exchange(a: Params, b: Params) -> None:
+    """Swaps the storages of equal leaves without copying."""
+    for k, tensor in a.items():
+        tensor.data, b[k].data = b[k].data, tensor.data
