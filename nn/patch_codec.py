@@ -16,9 +16,13 @@ from einops import rearrange
 from torch import Tensor
 
 from core import specs
-from core.errors import UserError
+from core.checkpoint import open_checkpoint
+from core.errors import UserError, raise_faults
+from core.files import write_json
 from core.geometry import check_geometry, to_video
+from core.save import check_metadata, describe, save_checkpoint
 from core.trees import Params
+from nn.config_files import read_config
 
 CLASS_NAME = "LatentreePatchCodec"
 # Rounding to 8 bits adds noise of (2 / 255) / sqrt(12) to each pixel of [-1, 1] and so to each orthonormal
@@ -67,6 +71,8 @@ def _split(cfg: PatchCodecConfig, video: Tensor) -> dict[str, Tensor]:
 def _check_video(cfg: PatchCodecConfig, video: Tensor) -> None:
     if video.ndim != 5 or video.shape[1] != 3:
         raise UserError(f"video has shape {list(video.shape)}, expected [B, 3, T, H, W]")
+    if not video.dtype.is_floating_point:
+        raise UserError(f"video has dtype {video.dtype}, expected a floating dtype with values in [-1, 1]")
     check_geometry(*video.shape[2:], temporal=cfg.temporal, spatial=cfg.spatial)
 
 
@@ -165,12 +171,10 @@ def _align(first: Tensor, group: Tensor, covariance: Tensor, repeats: int) -> Te
 
 def fit_moments(cfg: PatchCodecConfig, moments: dict[str, Moments]) -> Params:
     """The codec of summed `clip_moments`. Raises UserError when there are fewer patches than channels."""
-    for kind, m in moments.items():
-        if m.count <= cfg.latent_channels:
-            raise UserError(
-                f"patch codec: {m.count} {kind} patches cannot fit {cfg.latent_channels} channels: "
-                f"give at least {cfg.latent_channels + 1} (longer, larger or more clips)"
-            )
+    few = {kind: m.count for kind, m in moments.items() if m.count <= cfg.latent_channels}
+    least = f"at least {cfg.latent_channels + 1} are needed (longer, larger or more clips)"
+    faults = [f"{count} {kind} patches: {least}" for kind, count in few.items()]
+    raise_faults(f"the clips are too small to fit a patch codec of {cfg.latent_channels} channels", faults)
     (mean_first, cov_first), (mean_group, cov_group) = (_covariance(moments[kind]) for kind in ("first", "group"))
     group = _principal(cov_group, cfg.latent_channels)
     first = _align(_principal(cov_first, cfg.latent_channels), group, cov_first, cfg.temporal)
@@ -201,16 +205,17 @@ def fit(cfg: PatchCodecConfig, clips: Iterable[Tensor]) -> Params:
 
 
 def save(folder: str | Path, params: Params, cfg: PatchCodecConfig) -> None:
-    """Writes `config.json` and the weights in the form of a Diffusers VAE folder."""
+    """Writes `config.json` and `diffusion_pytorch_model.safetensors`, the form of a Diffusers VAE folder."""
     specs.check(params, param_specs(cfg), what="patch codec", dtypes=True)
-    with atomic_folder(folder) as part:
-        write_json(part / "config.json", {"_class_name": CLASS_NAME, **dataclasses.asdict(cfg)})
-        save_file(params, part / WEIGHTS, metadata={"format": "pt"})
+    config = dataclasses.asdict(cfg)
+    save_checkpoint(folder, params, metadata=describe(CLASS_NAME, config))
+    write_json(Path(folder) / "config.json", {"_class_name": CLASS_NAME, **config})
 
 
-def load(folder: str | Path) -> tuple[Params, PatchCodecConfig]:
-    """Reads what `save` wrote. Raises UserError naming the file for another class, key or shape."""
-    cfg = config_from_dict(PatchCodecConfig, read_json(Path(folder) / "config.json"), CLASS_NAME)
-    params = open_checkpoint(Path(folder)).read()
-    specs.check(params, param_specs(cfg), what=str(folder), dtypes=True)
-    return params, cfg
+def load(folder: str | Path, *, device="cpu") -> tuple[Params, PatchCodecConfig]:
+    """Reads what `save` wrote. Raises UserError naming the file for another class, key, shape or damage."""
+    cfg = read_config(PatchCodecConfig, Path(folder) / "config.json", "_class_name", CLASS_NAME)
+    tree = open_checkpoint(folder)
+    check_metadata(tree, CLASS_NAME)
+    specs.check(tree, param_specs(cfg), what=str(folder), dtypes=True)
+    return tree.read(device=device), cfg

@@ -14,8 +14,9 @@ import torch
 from torch import Tensor
 
 from core import keys
-from core.errors import UserError, nearest_names, raise_faults
-from core.files import read_json, write_json
+from core.errors import UserError, raise_faults
+from core.files import write_json
+from nn.config_files import read_config
 
 MODEL_TYPE = "latentree-hash"
 _ROOT = keys.fold_in(keys.key(0), MODEL_TYPE)
@@ -80,5 +81,4 @@ def save(folder: str | Path, cfg: HashTextConfig) -> None:
 
 def load(folder: str | Path) -> HashTextConfig:
     """Reads what `save` wrote. Raises UserError naming the file and key when it is something else."""
-    path = Path(folder) / "config.json"
-    return config_of(HashTextConfig, path, "model_type", MODEL_TYPE)
+    return read_config(HashTextConfig, Path(folder) / "config.json", "model_type", MODEL_TYPE)

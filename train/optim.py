@@ -16,7 +16,7 @@ OptState = dict[str, Tensor]
 
 @dataclasses.dataclass(frozen=True)
 class AdamW:
-    """Hyperparameters. `fused`: None picks the fused kernel on CUDA and multi-tensor kernels elsewhere."""
+    """Hyperparameters. `fused`: None picks the fused kernel where there is one (CUDA, CPU), else multi-tensor kernels."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -63,11 +63,15 @@ def adamw_update(opt: AdamW, grads: Mapping[str, Tensor], state: OptState, param
         device = params[keys[0]].device
         if opt.fused and device.type not in ("cuda", "cpu"):
             raise UserError(f"training.optimizer.fused: no fused AdamW on {device.type}; use null or false")
-        fused = device.type == "cuda" if opt.fused is None else opt.fused
+        fused = device.type in ("cuda", "cpu") if opt.fused is None else opt.fused
         update = compat.fused_adamw_ if fused else compat.foreach_adamw_
+        wide = state[f"exp_avg.{keys[0]}"].dtype
+        leaves = [params[k] for k in keys]
+        # bf16 masters are updated through a float32 copy: their moments are float32.
+        work = [p.to(wide) for p in leaves]
         update(
-            [params[k] for k in keys],
-            [grads[k] for k in keys],
+            work,
+            [grads[k].to(wide) for k in keys],
             [state[f"exp_avg.{k}"] for k in keys],
             [state[f"exp_avg_sq.{k}"] for k in keys],
             state["step"],
@@ -76,6 +80,8 @@ def adamw_update(opt: AdamW, grads: Mapping[str, Tensor], state: OptState, param
             weight_decay=opt.weight_decay,
             eps=opt.eps,
         )
+        if leaves[0].dtype != wide:
+            torch._foreach_copy_(leaves, work)
 
 
 @torch.no_grad()

@@ -1,0 +1,266 @@
+"""Video files in and out with PyAV, contact sheets, and the distance between two videos."""
+
+import dataclasses
+import itertools
+import math
+import textwrap
+from collections.abc import Iterable, Iterator, Sequence
+from fractions import Fraction
+from pathlib import Path
+
+import av
+import torch
+from torch import Tensor
+from torch.nn import functional as F
+
+from core.errors import UserError
+from core.files import atomic_file
+from core.geometry import longest_valid, nearest_valid
+
+# swscale's SWS_BICUBIC | SWS_FULL_CHR_H_INT | SWS_ACCURATE_RND: its fast default truncates instead of
+# rounding and darkens every picture by more than one level of 255 per conversion.
+_SWSCALE_FLAGS = 0x4 | 0x2000 | 0x40000
+_BT709 = 1  # ISO/IEC 23091-2 code point of matrix, primaries and transfer
+_LIMITED_RANGE = 1
+
+
+@dataclasses.dataclass(frozen=True)
+class Video:
+    """Frames uint8 `[T, H, W, 3]` (RGB) and their rate in frames per second."""
+
+    frames: Tensor
+    fps: float
+
+
+def frame_rate(fps: float | Fraction) -> Fraction:
+    """A frame rate as a short fraction: 30000 / 1001 as a float gives Fraction(30000, 1001) again.
+
+    Raises UserError unless it is a positive number.
+    """
+    if isinstance(fps, bool) or not math.isfinite(fps) or fps <= 0:
+        raise UserError(f"fps is {fps!r}, expected a positive number")
+    return Fraction(fps).limit_denominator(10_000)
+
+
+def resize_cover(frames: Tensor, size: tuple[int, int]) -> Tensor:
+    """Scales frames uint8 `[T, H, W, 3]` until they cover `size` (height, width), then crops the centre.
+
+    One scale for both axes, the smaller that covers; bicubic with antialiasing; rounded to uint8.
+    """
+    height, width = frames.shape[1:3]
+    if (height, width) == tuple(size):
+        return frames
+    scale = max(size[0] / height, size[1] / width)
+    scaled = max(size[0], round(height * scale)), max(size[1], round(width * scale))
+    x = frames.permute(0, 3, 1, 2).float()
+    x = F.interpolate(x, scaled, mode="bicubic", antialias=True, align_corners=False)
+    top, left = (scaled[0] - size[0]) // 2, (scaled[1] - size[1]) // 2
+    x = x[:, :, top : top + size[0], left : left + size[1]]
+    return x.round_().clamp_(0, 255).to(torch.uint8).permute(0, 2, 3, 1).contiguous()
+
+
+def _decode(container, stream, counter: list[int]) -> Iterator[tuple[Fraction, av.VideoFrame]]:
+    """`(seconds, frame)` in presentation order; `counter[0]` counts the frames of the file."""
+    for frame in container.decode(stream):
+        if frame.is_corrupt:
+            raise av.error.InvalidDataError(0, f"frame {counter[0]} is damaged")
+        seconds = counter[0] / Fraction(stream.average_rate) if frame.pts is None else frame.pts * frame.time_base
+        counter[0] += 1
+        yield Fraction(seconds), frame
+
+
+def resample(frames: Iterable[tuple[Fraction, av.VideoFrame]], fps: Fraction) -> Iterator[av.VideoFrame]:
+    """For k = 0, 1, ... the frame whose timestamp is nearest to `first + k / fps`, a tie going to the later.
+
+    The clip ends one mean frame interval after its last timestamp.
+    """
+    start = last = None
+    count = emitted = 0
+    for time, frame in frames:
+        start = time if start is None else start
+        while last is not None and start + emitted / fps < (last[0] + time) / 2:
+            yield last[1]
+            emitted += 1
+        last, count = (time, frame), count + 1
+    if last is not None:
+        interval = (last[0] - start) / (count - 1) if count > 1 else 1 / fps
+        while start + emitted / fps < last[0] + interval:
+            yield last[1]
+            emitted += 1
+
+
+def _to_rgb(frame: av.VideoFrame, size: tuple[int, int] | None) -> Tensor:
+    """One decoded frame as uint8 `[H, W, 3]`, upright, scaled to `size`."""
+    rgb = torch.from_numpy(frame.reformat(format="rgb24", interpolation=_SWSCALE_FLAGS).to_ndarray())
+    rgb = torch.rot90(rgb, round(frame.rotation / 90), dims=(0, 1))
+    return rgb.contiguous() if size is None else resize_cover(rgb[None], size)[0]
+
+
+def _too_short(path, asked: int, start: int, found: int, in_file: int, fps: Fraction | None) -> UserError:
+    counted = f"{found} frames"
+    if fps is not None:
+        counted = f"{in_file} frames, {found} after resampling to {float(fps):g} fps"
+    left = longest_valid(found - start)
+    advice = f"the longest valid count (4k+1) from there is {left}" if left > 0 else "no frame is left there"
+    return UserError(f"{path}: asked for {asked} frames from frame {start}, the clip has {counted}: {advice}")
+
+
+def _check_request(path: Path, num_frames: int | None, start: int, size: tuple[int, int] | None) -> None:
+    if not path.is_file():
+        raise UserError(f"{path}: no such file")
+    if num_frames is not None and num_frames < 1:
+        raise UserError(f"{path}: num_frames is {num_frames}, expected at least 1")
+    if start < 0:
+        raise UserError(f"{path}: start is {start}, expected 0 or more")
+    if size is not None and min(size) < 1:
+        raise UserError(f"{path}: size (height, width) is {tuple(size)}, expected positive numbers")
+
+
+def read_video(
+    path: str | Path,
+    *,
+    num_frames: int | None = None,
+    start: int = 0,
+    fps: float | Fraction | None = None,
+    size: tuple[int, int] | None = None,
+) -> Video:
+    """Decodes a clip to uint8 `[T, H, W, 3]` RGB, frame by frame and without seeking, so exactly.
+
+    `fps` resamples in time by the nearest timestamp (None: every frame of the file); `start` and `num_frames`
+    count frames after resampling, None meaning all to the end. `size` = (height, width) scales to cover and
+    crops the centre, see `resize_cover`. Rotation stored in the file is applied.
+
+    Raises UserError naming the file when it is missing, cannot be decoded, has no video stream, or is
+    shorter than asked (with the frames found before and after resampling and the longest valid count).
+    """
+    path = Path(path)
+    _check_request(path, num_frames, start, size)
+    rate, counter = None if fps is None else frame_rate(fps), [0]
+    try:
+        with av.open(str(path)) as container:
+            if not len(container.streams):
+                raise UserError(f"{path}: cannot be decoded as video: it holds no streams, or is cut short")
+            if not container.streams.video:
+                raise UserError(f"{path}: no video stream")
+            stream = container.streams.video[0]
+            decoded = _decode(container, stream, counter)
+            kept = (frame for _, frame in decoded) if rate is None else resample(decoded, rate)
+            stop = None if num_frames is None else start + num_frames
+            found, frames = 0, []
+            for frame in itertools.islice(kept, stop):
+                if found >= start:
+                    frames.append(_to_rgb(frame, size))
+                found += 1
+            source = stream.average_rate
+    except av.error.FFmpegError as error:
+        raise UserError(f"{path}: cannot be decoded as video: {error}") from None
+    if len(frames) < (1 if num_frames is None else num_frames):
+        raise _too_short(path, num_frames if num_frames is not None else 1, start, found, counter[0], rate)
+    if rate is None and not source:
+        raise UserError(f"{path}: the file does not say its frame rate; pass fps")
+    return Video(torch.stack(frames), float(source if rate is None else rate))
+
+
+def to_uint8(frames: Tensor) -> Tensor:
+    """Frames uint8, or floating in [0, 1] (clamped, rounded), `[T, H, W, 3]` as uint8 on the CPU."""
+    if frames.ndim != 4 or frames.shape[-1] != 3 or frames.shape[0] == 0:
+        raise UserError(f"frames have shape {list(frames.shape)}, expected [T, H, W, 3] with T >= 1")
+    if frames.dtype == torch.uint8:
+        return frames.cpu().contiguous()
+    if not frames.dtype.is_floating_point:
+        raise UserError(f"frames have dtype {frames.dtype}, expected uint8 or a floating dtype in [0, 1]")
+    if not bool(torch.isfinite(frames).all()):
+        raise UserError("frames hold NaN or infinite values")
+    return (frames.float().clamp(0, 1) * 255).round().to(torch.uint8).cpu().contiguous()
+
+
+def _check_even(height: int, width: int) -> None:
+    if height % 2 or width % 2:
+        near = " by ".join("/".join(str(v) for v in nearest_valid(n, 2)) for n in (height, width))
+        raise UserError(f"H.264 in yuv420p needs even sizes, the frames are {height} by {width}: nearest {near}")
+
+
+def write_video(path: str | Path, frames: Tensor, fps: float | Fraction, *, crf: int = 18) -> None:
+    """Writes frames `[T, H, W, 3]`, uint8 or floating in [0, 1], as an H.264 MP4 (yuv420p, BT.709, limited range).
+
+    `fps` is kept exactly as a fraction. `crf` is x264's constant rate factor: 0 lossless, 18 near
+    transparent, 51 worst. The file appears whole or not at all. Raises UserError for odd sizes (with the
+    nearest even ones), other shapes and dtypes, and non-positive rates.
+    """
+    frames, rate = to_uint8(frames), frame_rate(fps)
+    height, width = frames.shape[1:3]
+    _check_even(height, width)
+    with atomic_file(path) as part, av.open(str(part), "w", format="mp4", options={"movflags": "+faststart"}) as out:
+        stream = out.add_stream("libx264", rate=rate, options={"crf": str(crf)})
+        stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
+        codec = stream.codec_context
+        codec.colorspace = codec.color_primaries = codec.color_trc = _BT709
+        codec.color_range = _LIMITED_RANGE
+        for index, rgb in enumerate(frames.numpy()):
+            frame = av.VideoFrame.from_ndarray(rgb, format="rgb24").reformat(
+                format="yuv420p", dst_colorspace=_BT709, dst_color_range=_LIMITED_RANGE, interpolation=_SWSCALE_FLAGS
+            )
+            frame.pts, frame.time_base = index, 1 / rate
+            out.mux(stream.encode(frame))
+        out.mux(stream.encode(None))
+
+
+def psnr(a: Tensor, b: Tensor) -> float:
+    """Peak signal-to-noise ratio in dB of two videos of equal shape, each uint8 or floating in [0, 1].
+
+    10 log10(1 / mean squared error) over all values; `inf` for equal videos.
+    """
+    if a.shape != b.shape:
+        raise UserError(f"psnr of videos of unequal shapes {list(a.shape)} and {list(b.shape)}")
+    unit = [x.double() / 255 if x.dtype == torch.uint8 else x.double() for x in (a, b)]
+    error = float((unit[0] - unit[1]).square().mean())
+    return math.inf if error == 0 else -10 * math.log10(error)
+
+
+def contact_sheet(
+    rows: Sequence[tuple[str, Tensor]], path: str | Path, columns: int = 6, *, title: str | None = None
+) -> None:
+    """Writes a PNG with one labelled row per clip: `columns` evenly spaced frames, first and last included.
+
+    `rows` holds `(label, frames)` with frames as for `write_video`; clips may differ in length and size.
+    """
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    if not rows or columns < 1:
+        raise UserError(f"contact sheet: {len(rows)} rows and {columns} columns, expected at least one of each")
+    clips = [(label, to_uint8(frames)) for label, frames in rows]
+    columns = min(columns, max(len(frames) for _, frames in clips))
+    room = 20 * columns  # characters of a label that fit
+    cell = 2.0  # inches of one picture's width
+    heights = [cell * frames.shape[1] / frames.shape[2] for _, frames in clips]
+    gap, caption, head = 0.06, 0.34, 0.5 if title else 0.08
+    size = columns * (cell + gap) + gap, sum(heights) + len(rows) * (caption + gap) + head
+    figure = Figure(figsize=size, facecolor="white")
+    FigureCanvasAgg(figure)
+    if title:
+        bold = {"fontsize": 13, "fontweight": "bold", "parse_math": False}
+        figure.text(gap / size[0], 1 - 0.28 / size[1], textwrap.shorten(title, room), va="center", **bold)
+    top = size[1] - head
+    for (label, frames), height in zip(clips, heights, strict=True):
+        top -= caption
+        plain = {"fontsize": 11, "color": "#333333", "parse_math": False}
+        figure.text(gap / size[0], (top + caption / 2) / size[1], textwrap.shorten(label, room), va="center", **plain)
+        top -= height
+        _draw_row(figure, frames, columns, top, height, cell, gap)
+        top -= gap
+    with atomic_file(path) as part:
+        figure.savefig(part, format="png", dpi=120)
+
+
+def _draw_row(figure, frames: Tensor, columns: int, bottom: float, height: float, cell: float, gap: float) -> None:
+    """Draws evenly spaced frames side by side, each with its index in a corner; lengths are in inches."""
+    width, total = figure.get_size_inches()
+    picks = torch.linspace(0, len(frames) - 1, min(columns, len(frames))).round().long().tolist()
+    for column, index in enumerate(picks):
+        left = gap + column * (cell + gap)
+        axes = figure.add_axes((left / width, bottom / total, cell / width, height / total))
+        axes.imshow(frames[index].numpy(), interpolation="lanczos", aspect="auto")
+        axes.set_axis_off()
+        badge = {"boxstyle": "round,pad=0.25", "facecolor": "black", "edgecolor": "none", "alpha": 0.55}
+        axes.text(0.02, 0.96, str(index), transform=axes.transAxes, va="top", fontsize=8, color="white", bbox=badge)

@@ -1,0 +1,237 @@
+"""Preprocessing: videos and captions in, a set that the data loader, the codec and the embedder agree on out."""
+
+import csv
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pyarrow.parquet as pq
+import pytest
+import torch
+
+from core import keys
+from core.errors import UserError
+from core.geometry import to_frames, to_video
+from infer.media import psnr, read_video, write_video
+from nn import patch_codec, text_hash
+from train import preprocess as pre
+from train.data import Reader, batches, check_latents, check_text, open_dataset
+from train.preprocess import Settings, main, read_metadata
+from train.rows import T2V
+
+SIZE = ["--num-frames", "9", "--height", "32", "--width", "48"]
+
+
+def moving(seed: int, frames: int = 13, height: int = 40, width: int = 56) -> torch.Tensor:
+    """Coloured waves that move, uint8 [T, H, W, 3]."""
+    t, y, x = torch.meshgrid(*(torch.arange(n).float() for n in (frames, height, width)), indexing="ij")
+    waves = [torch.sin((0.2 + 0.1 * c) * x + (0.3 - 0.05 * seed) * y + 0.4 * t + c) for c in range(3)]
+    return (127 + 100 * torch.stack(waves, -1)).round().to(torch.uint8)
+
+
+@pytest.fixture(scope="module")
+def videos(tmp_path_factory):
+    """Three clips, a metadata file in each format, and damaged clips beside them."""
+    folder = tmp_path_factory.mktemp("videos")
+    for i in range(3):
+        write_video(folder / "clips" / f"{i}.mp4", moving(i), 20)
+    write_video(folder / "short.mp4", moving(0, frames=7), 20)
+    (folder / "corrupt.mp4").write_bytes((folder / "short.mp4").read_bytes()[:-200])
+    rows = [{"path": f"clips/{i}.mp4", "caption": f"waves, number {i % 2}"} for i in range(3)]
+    (folder / "v.json").write_text(json.dumps(rows))
+    (folder / "data.json").write_text(json.dumps({"data": rows}))
+    (folder / "v.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n\n")
+    with (folder / "v.csv").open("w", newline="") as file:
+        writer = csv.DictWriter(file, ["video", "caption"])
+        writer.writeheader()
+        writer.writerows({"video": row["path"], "caption": row["caption"]} for row in rows)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def made(videos, tmp_path_factory):
+    output = tmp_path_factory.mktemp("out") / "set"
+    assert main(["--data", str(videos / "v.csv"), "--output", str(output), *SIZE, "--rows-per-group", "2"]) == 0
+    return output
+
+
+def test_metadata_is_the_same_in_every_format(videos):
+    entries = read_metadata(videos / "v.csv")
+    assert [e.caption for e in entries] == ["waves, number 0", "waves, number 1", "waves, number 0"]
+    assert entries[1].path == videos / "clips" / "1.mp4" and entries[1].name == "clips/1.mp4"
+    assert all(read_metadata(videos / name) == entries for name in ("v.json", "data.json", "v.jsonl"))
+
+
+def test_the_output_folder(made):
+    found = sorted(str(p.relative_to(made)) for p in made.rglob("*") if p.is_file())
+    assert found == [
+        "data/part-00000.parquet",
+        "preprocess.json",
+        "text_encoder/config.json",
+        "vae/config.json",
+        "vae/diffusion_pytorch_model.safetensors",
+        "validation.json",
+    ]
+    manifest = json.loads((made / "preprocess.json").read_text())
+    assert manifest["settings"]["num_frames"] == 9 and manifest["clips"] == 3 and manifest["versions"]["torch"]
+    prompts = json.loads((made / "validation.json").read_text())
+    assert prompts == {"data": [{"caption": "waves, number 0"}, {"caption": "waves, number 1"}]}
+    file = pq.ParquetFile(made / "data" / "part-00000.parquet")
+    assert file.schema_arrow.equals(T2V.schema)
+    assert [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)] == [2, 1]
+
+
+def test_rows_are_what_codec_and_embedder_give(videos, made):
+    dataset = open_dataset(made, T2V)
+    check_latents(dataset, 32, (1, 2, 2), (32, 3, 4, 6))
+    check_text(dataset, 64)
+    params, cfg = patch_codec.load(made / "vae")
+    text_cfg = text_hash.load(made / "text_encoder")
+    rebuilt_db = []
+    for i in range(3):
+        row = Reader(dataset).sample(i)
+        clip = read_video(videos / "clips" / f"{i}.mp4", num_frames=9, size=(32, 48))
+        assert torch.equal(row["vae_latent"], patch_codec.encode(params, cfg, to_video(clip.frames)[None])[0])
+        assert torch.equal(row["text_embedding"], text_hash.embed(text_cfg, [row["caption"]])[0])
+        assert (row["id"], row["file_name"]) == (f"clips/{i}.mp4", f"{i}.mp4")
+        assert (row["width"], row["height"], row["num_frames"], row["fps"]) == (48, 32, 9, 20.0)
+        assert row["duration_sec"] == pytest.approx(9 / 20)
+        rebuilt = to_frames(patch_codec.decode(params, cfg, row["vae_latent"][None])[0])
+        rebuilt_db.append(psnr(rebuilt, clip.frames))
+    assert min(rebuilt_db) > 30  # waves need few components
+    manifest = json.loads((made / "preprocess.json").read_text())
+    assert manifest["codec_psnr_db"] == pytest.approx(sum(rebuilt_db) / 3, abs=0.01)
+    batch = next(batches(dataset, key=keys.key(0), batch_size=3))
+    assert batch.latents.shape == (3, 32, 3, 4, 6) and batch.text.shape == (3, 3, 64)
+
+
+def test_a_second_run_gives_the_same_set(videos, made, tmp_path):
+    again = tmp_path / "again"
+    assert main(["--data", str(videos / "v.json"), "--output", str(again), *SIZE, "--rows-per-group", "2"]) == 0
+    for name in ("data/part-00000.parquet", "preprocess.json", "validation.json"):
+        assert (again / name).read_bytes() == (made / name).read_bytes()
+    one, two = patch_codec.load(made / "vae")[0], patch_codec.load(again / "vae")[0]
+    assert all(torch.equal(one[k], two[k]) for k in one)
+
+
+def test_fps_resamples_and_reaches_the_rows(videos, tmp_path):
+    settings = Settings(num_frames=5, height=32, width=48, fps=10.0, latent_channels=8)
+    pre.preprocess(videos / "v.csv", tmp_path / "set", settings)
+    row = Reader(open_dataset(tmp_path / "set", T2V)).sample(0)
+    assert row["fps"] == 10 and row["vae_latent"].shape == (8, 2, 4, 6) and row["duration_sec"] == 0.5
+    params, cfg = patch_codec.load(tmp_path / "set" / "vae")
+    clip = read_video(videos / "clips" / "0.mp4", size=(32, 48)).frames[:9:2]
+    assert torch.equal(row["vae_latent"], patch_codec.encode(params, cfg, to_video(clip)[None])[0])
+
+
+def failing(capsys, *args) -> str:
+    """Runs the command, which must fail with status 2 and write nothing; returns what it said."""
+    output = Path(args[args.index("--output") + 1])
+    before = sorted(output.parent.rglob("*"))
+    assert main([str(a) for a in args]) == 2
+    assert sorted(output.parent.rglob("*")) == before
+    text = capsys.readouterr().err
+    assert text.startswith("error: ")
+    return text
+
+
+def test_every_bad_clip_is_listed_and_nothing_is_written(videos, tmp_path, capsys):
+    names = ["clips/0.mp4", "nothing.mp4", "corrupt.mp4", "short.mp4", "v.csv"]
+    data = videos / "bad.jsonl"
+    data.write_text("\n".join(json.dumps({"path": n, "caption": "x"}) for n in names))
+    text = failing(capsys, "--data", data, "--output", tmp_path / "out", *SIZE)
+    assert "4 of 5 clips cannot be used" in text
+    assert "nothing.mp4: no such file" in text
+    assert "corrupt.mp4: cannot be decoded" in text
+    assert "short.mp4: asked for 9 frames from frame 0, the clip has 7 frames: the longest valid" in text
+    assert "v.csv: cannot be decoded" in text
+
+
+@pytest.mark.parametrize(
+    "name, content, message",
+    [
+        ("a.txt", "x", "must end in .csv, .json, .jsonl"),
+        ("a.csv", None, "a.csv: no such file"),
+        ("a.csv", "path,text\nx.mp4,hello\n", "row 0 path is 'x.mp4' and caption is None"),
+        ("a.csv", "file,caption\nx.mp4,hello\n", "row 0 needs one of path or video and has 0 (its keys: file"),
+        ("a.csv", "path,caption\n", "a.csv: no rows"),
+        ("a.json", "{", "a.json: not valid JSON"),
+        ("a.json", '{"rows": []}', 'expected a list of rows or {"data": [...]}'),
+        ("a.json", '[3, {"path": "a", "video": "b", "caption": ""}]', "2 of 2 rows cannot be used"),
+        ("a.json", '[{"path": "a", "caption": 5}]', "caption is 5, expected two strings"),
+        ("a.jsonl", '{"path": "a"\n{]\n', "line 2: not valid JSON"),
+        ("a.csv", b"path,caption\nx.mp4,\xff\xfe\n", "cannot be read as UTF-8"),
+    ],
+)
+def test_bad_metadata_is_named(tmp_path, capsys, name, content, message):
+    if content is not None:
+        (tmp_path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+    assert message in failing(capsys, "--data", tmp_path / name, "--output", tmp_path / "out", *SIZE)
+
+
+def test_bad_settings_are_refused_before_a_clip_is_read(videos, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(pre, "read_clip", lambda *a: pytest.fail("read a clip"))
+    common = ["--data", videos / "v.csv", "--output", tmp_path / "out"]
+    text = failing(capsys, *common, "--num-frames", 10, "--height", 30, "--width", 48)
+    assert "num_frames is 10, expected 4k+1: nearest valid 9 or 13" in text
+    assert "height is 30, expected a multiple of 8: nearest valid 24 or 32" in text
+    for flag, value, message in (
+        ("--latent-channels", 0, "latent_channels is 0, expected 1 to 192"),
+        ("--text-dim", 7, "dim is 7, expected a positive even number"),
+        ("--text-max-length", 0, "max_length is 0"),
+        ("--rows-per-group", 0, "rows_per_group is 0"),
+        ("--fps", 0, "fps is 0.0, expected a positive number"),
+    ):
+        assert message in failing(capsys, *common, *SIZE, flag, value)
+
+
+def test_an_older_set_is_kept_unless_told_and_other_folders_always(videos, tmp_path, capsys):
+    output = tmp_path / "set"
+    command = ["--data", str(videos / "v.csv"), "--output", str(output), *SIZE]
+    assert main(command) == 0
+    old = (output / "data" / "part-00000.parquet").read_bytes()
+    assert "already holds a preprocessed set" in failing(capsys, *command)
+    # A failed --overwrite keeps the old set.
+    failing(capsys, *command, "--num-frames", "33", "--overwrite")
+    assert (output / "data" / "part-00000.parquet").read_bytes() == old
+    (output / "stale.txt").write_text("x")
+    assert main([*command, "--latent-channels", "8", "--overwrite"]) == 0
+    assert open_dataset(output, T2V).shapes == ((8, 3, 4, 6),) and not (output / "stale.txt").exists()
+    (tmp_path / "other").mkdir()
+    (tmp_path / "other" / "thesis.tex").write_text("x")
+    for extra in ([], ["--overwrite"]):
+        text = failing(capsys, "--data", videos / "v.csv", "--output", tmp_path / "other", *SIZE, *extra)
+        assert "is not a preprocessed set" in text
+
+
+def test_a_failure_while_encoding_leaves_nothing(videos, tmp_path, monkeypatch):
+    def fail(*args):
+        raise UserError("disk full")
+
+    monkeypatch.setattr(text_hash, "save", fail)
+    with pytest.raises(UserError, match="disk full"):
+        pre.preprocess(videos / "v.csv", tmp_path / "set", Settings(9, 32, 48))
+    assert not list(tmp_path.iterdir())
+
+
+def test_the_command_line(videos, tmp_path):
+    """As a process: help names the rule and the defaults, output is plain lines when it is not a terminal."""
+
+    def run(*args):
+        command = [sys.executable, "-m", "train.preprocess", *map(str, args)]
+        root = Path(__file__).parents[2]
+        env = os.environ | {"COLUMNS": "200"}
+        return subprocess.run(command, cwd=root, env=env, capture_output=True, text=True, timeout=120)
+
+    shown = run("--help")
+    assert shown.returncode == 0
+    for part in ("num_frames must be 4k+1 (1, 5, 9, ...)", "(default: 32)", "--overwrite", "example:"):
+        assert part in shown.stdout
+    done = run("--data", videos / "v.csv", "--output", tmp_path / "set", *SIZE)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[:3] == [f"reading clips: {i}/3" for i in (1, 2, 3)]
+    assert "the codec rebuilds the clips at" in done.stdout and "\x1b" not in done.stdout
+    again = run("--data", videos / "v.csv", "--output", tmp_path / "set", *SIZE)
+    assert again.returncode == 2 and again.stderr.startswith("error: ") and "Traceback" not in again.stderr

@@ -1,0 +1,251 @@
+"""The typed recipe of a training run: every key, its type, default and meaning.
+
+Key names follow FastVideo's modular training recipes, so that their YAML files read alike.
+"""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+from pydantic import Field, model_validator
+
+from core.config import Label, Section, load_config, raise_field_faults
+from core.geometry import nearest_valid
+
+Attention = Literal["auto", "reference", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"]
+Sampler = Literal["euler", "unipc"]
+Scalar = bool | int | float | str | None
+Override = Annotated[Scalar | tuple[Scalar, ...], Label("scalar or list")]
+Positive = Annotated[int, Field(ge=1)]
+
+# Video frames per latent frame after the first, by model target.
+TEMPORAL_STRIDE = {"wan": 4}
+
+
+class Wan(Section):
+    """A Wan text-to-video transformer."""
+
+    target: Literal["wan"] = Field(alias="_target_", description="Kind of model.")
+    init_from: str | None = Field(None, description="Diffusers-style folder with the starting weights; null: random.")
+    preset: str | None = Field(None, description="Named architecture; null: the config found in init_from.")
+    config: dict[str, Override] = Field({}, description="Architecture values that replace the preset's.")
+    trainable: bool = Field(True, description="Whether the weights are updated.")
+    attention_backend: Attention = Field("auto", description="Attention kernel of this model.")
+
+
+class Models(Section):
+    """The models of a run by role."""
+
+    student: Wan
+
+
+class SFT(Section):
+    """Supervised flow matching."""
+
+    target: Literal["sft"] = Field(alias="_target_", description="Training method; sft: supervised flow matching.")
+
+
+class Data(Section):
+    """The preprocessed data set and how it is read."""
+
+    data_path: str | tuple[str, ...] | dict[str, Positive] = Field(
+        description="Folder or file of preprocessed latents; a list of them; or a mapping {path: repeats}."
+    )
+    preprocessed_data_type: Literal["t2v"] = Field("t2v", description="Row type of the files.")
+    train_batch_size: int = Field(1, ge=1, description="Samples per step, rank and microbatch.")
+    dataloader_num_workers: int = Field(0, ge=0, description="Worker processes that read data; 0: the main process.")
+    training_cfg_rate: float = Field(0.0, ge=0, le=1, description="Share of captions replaced by the empty caption.")
+    seed: int = Field(0, description="Seed of data order, noise, timesteps and caption dropout.")
+    num_latent_t: int | None = Field(None, ge=1, description="Latent frames per sample; null: as the data has.")
+    num_height: int | None = Field(None, ge=1, description="Video height in pixels; null: as the data has.")
+    num_width: int | None = Field(None, ge=1, description="Video width in pixels; null: as the data has.")
+    num_frames: int | None = Field(None, ge=1, description="Video frames per sample; null: as the data has.")
+    text_padding_length: int | None = Field(
+        None, ge=1, description="Tokens to which prompt embeddings are padded or cut; null: the model's text length."
+    )
+
+
+class Optimizer(Section):
+    """AdamW and its learning rate."""
+
+    learning_rate: float = Field(gt=0, description="Peak learning rate.")
+    betas: tuple[Annotated[float, Field(ge=0, lt=1)], Annotated[float, Field(ge=0, lt=1)]] = Field(
+        (0.9, 0.999), description="Decay of the first and second moments."
+    )
+    eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
+    weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
+    fused: bool | None = Field(None, description="Fused kernel: true, false, or null for PyTorch's own choice.")
+    lr_scheduler: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warmup.")
+    lr_warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warmup from 0.")
+    min_lr_ratio: float = Field(
+        0.0, ge=0, le=1, description="Where linear and cosine decay end, as a share of the peak."
+    )
+
+
+class Loop(Section):
+    """How long to train."""
+
+    max_train_steps: int = Field(ge=0, description="Total optimiser steps, counted from the start of training.")
+    gradient_accumulation_steps: int = Field(1, ge=1, description="Microbatches per optimiser step.")
+
+
+class Checkpoint(Section):
+    """What is saved, where, and what to resume from."""
+
+    output_dir: str = Field(description="Folder for metrics, pictures, samples and checkpoints.")
+    training_state_checkpointing_steps: int = Field(
+        0, ge=0, description="Optimiser steps between saved states; 0: only the final one."
+    )
+    checkpoints_total_limit: int = Field(0, ge=0, description="Newest checkpoints to keep; 0: all.")
+    resume_from_checkpoint: str | None = Field(
+        None, description="`latest` in output_dir, or a checkpoint folder; null: start anew."
+    )
+    weights_only: bool = Field(
+        False, description="Resume the weights alone; a missing or damaged optimiser state is then no error."
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        if self.weights_only and self.resume_from_checkpoint is None:
+            raise_field_faults([("weights_only", "needs resume_from_checkpoint (`latest` or a folder), which is null")])
+        return self
+
+
+class ModelTraining(Section):
+    """The loss, and how memory is traded for compute."""
+
+    weighting_scheme: Literal["uniform", "logit_normal"] = Field(
+        "uniform", description="Density of the training timesteps, before pipeline.flow_shift."
+    )
+    logit_mean: float = Field(0.0, description="Mean of the logit-normal density.")
+    logit_std: float = Field(1.0, gt=0, description="Standard deviation of the logit-normal density.")
+    loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field(
+        "none", description="Weight of the loss by sigma (Esser et al., 2024)."
+    )
+    precondition_outputs: bool = Field(
+        False, description="Compare the clean latents that the velocity implies, instead of the velocity."
+    )
+    enable_gradient_checkpointing_type: Literal["full"] | None = Field(
+        None, description="full: recompute blocks in the backward pass; null: keep activations."
+    )
+    gradient_checkpointing_every: int = Field(1, ge=1, description="Consecutive blocks per recomputed group.")
+    enable_torch_compile: bool = Field(False, description="Compile the transformer block, once for all blocks.")
+    activation_memory_budget: float = Field(
+        1.0, gt=0, le=1, description="Share of activations that the compiler may keep; below 1 it recomputes cheap ops."
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        faults = []
+        if self.activation_memory_budget < 1 and not self.enable_torch_compile:
+            faults.append(("activation_memory_budget", "below 1 needs enable_torch_compile: true"))
+        if self.gradient_checkpointing_every > 1 and self.enable_gradient_checkpointing_type is None:
+            faults.append(("gradient_checkpointing_every", "above 1 needs enable_gradient_checkpointing_type: full"))
+        raise_field_faults(faults)
+        return self
+
+
+class Profile(Section):
+    """Which steps to trace."""
+
+    start: int = Field(ge=0, description="First optimiser step of the trace, from 0.")
+    steps: int = Field(ge=1, description="Optimiser steps in the trace.")
+
+
+class Training(Section):
+    """Everything about a run that is not the model or the method."""
+
+    data: Data
+    optimizer: Optimizer
+    loop: Loop
+    checkpoint: Checkpoint
+    model: ModelTraining = ModelTraining()
+    dit_precision: Literal["fp32", "bf16"] = Field("fp32", description="Stored (master) weights.")
+    compute_dtype: Literal["fp32", "bf16"] | None = Field(
+        None, description="Arithmetic of the blocks; null: bf16 on a GPU that has it, else fp32."
+    )
+    device: str | None = Field(None, description="cuda, cuda:1, mps, cpu; null: the best there is.")
+    deterministic: bool = Field(False, description="Deterministic kernels: bit-equal resume on a GPU too, but slower.")
+    profile: Profile | None = Field(None, description="Write a trace of these steps; null: none.")
+
+
+class GradClip(Section):
+    """Gradient clipping by global norm."""
+
+    max_grad_norm: float = Field(1.0, description="Largest global gradient norm; 0 or less: no clipping.")
+    log_grad_norms: bool = Field(True, description="Log the norm before clipping.")
+
+
+class EMA(Section):
+    """Exponential moving average of the weights."""
+
+    decay: float = Field(ge=0, lt=1, description="Share of the average kept at each step.")
+    start_iter: int = Field(0, ge=0, description="Optimiser step at which averaging starts.")
+
+
+class Validation(Section):
+    """Videos sampled during training."""
+
+    dataset_file: str = Field(description='Prompt file: {"data": [{"caption": ..., "seed": ...}, ...]}.')
+    every_steps: int = Field(ge=1, description="Optimiser steps between validations.")
+    sampling_steps: tuple[Positive, ...] = Field(
+        min_length=1, description="Denoising steps; each entry gives one video per prompt."
+    )
+    sampler: Sampler = Field("unipc", description="Sampler of the videos.")
+    guidance_scale: float = Field(1.0, description="uncond + scale * (cond - uncond); 1: no guidance.")
+    num_frames: int | None = Field(None, ge=1, description="Frames per video; null: as in training.")
+    height: int | None = Field(None, ge=1, description="Height in pixels; null: as in training.")
+    width: int | None = Field(None, ge=1, description="Width in pixels; null: as in training.")
+    fps: float | None = Field(None, gt=0, description="Frames per second of the files; null: the data's.")
+    validate_at_start: bool = Field(False, description="Also validate before the first step.")
+    use_ema: bool = Field(True, description="Sample with the averaged weights when there are any.")
+
+
+class Callbacks(Section):
+    """What happens around the optimiser steps."""
+
+    grad_clip: GradClip = GradClip()
+    ema: EMA | None = Field(None, description="Moving average of the weights; null: none.")
+    validation: Validation | None = Field(None, description="Sampling during training; null: none.")
+
+
+class Pipeline(Section):
+    """The noise schedule, shared by training, validation and inference."""
+
+    flow_shift: float = Field(3.0, gt=0, description="sigma -> s * sigma / (1 + (s - 1) * sigma); 1: no shift.")
+
+
+def _frame_faults(key: str, frames: int | None, stride: int) -> list[tuple[str, str]]:
+    near = [] if frames is None else nearest_valid(frames, stride, 1)
+    if frames is None or frames in near:
+        return []
+    return [(key, f"must be {stride}k + 1, got {frames}; nearest: {' or '.join(map(str, near))}")]
+
+
+class Recipe(Section):
+    """One training run."""
+
+    models: Models
+    method: SFT
+    training: Training
+    callbacks: Callbacks = Callbacks()
+    pipeline: Pipeline = Pipeline()
+
+    @model_validator(mode="after")
+    def _check(self):
+        stride, data = TEMPORAL_STRIDE[self.models.student.target], self.training.data
+        faults = _frame_faults("training.data.num_frames", data.num_frames, stride)
+        if not faults and data.num_frames is not None and data.num_latent_t is not None:
+            frames = stride * (data.num_latent_t - 1) + 1
+            if data.num_frames != frames:
+                what = f"must be {frames} for num_latent_t {data.num_latent_t}, got {data.num_frames}"
+                faults.append(("training.data.num_frames", what))
+        if self.callbacks.validation is not None:
+            faults += _frame_faults("callbacks.validation.num_frames", self.callbacks.validation.num_frames, stride)
+        raise_field_faults(faults)
+        return self
+
+
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
+    """Reads a recipe and its command-line overrides. Errors as in `core.config.load_config`."""
+    return load_config(Recipe, path, overrides)
