@@ -28,7 +28,7 @@ from kernels import Attention  # noqa: E402
 from nn import wan  # noqa: E402
 from nn.run import Run  # noqa: E402
 from nn.wan_formats import to_json  # noqa: E402
-from nn.wan_inputs import model_inputs, noised, velocity_target  # noqa: E402
+from nn.wan_inputs import model_inputs, noised, timestep_of, velocity_target  # noqa: E402
 from train import optim  # noqa: E402
 from train.flops import train_flops  # noqa: E402
 
@@ -49,7 +49,7 @@ def our_step(cfg, params, run, data, compute):
     leaves = {k: p.requires_grad_() for k, p in params.items()}
     state, opt = optim.adamw_init(leaves), optim.AdamW()
     clean, noise, sigma, text = data
-    inputs = model_inputs(cfg, noised(clean, noise, sigma), sigma, {"text": text}, dtype=compute)
+    inputs = model_inputs(cfg, noised(clean, noise, sigma), timestep_of(sigma), {"text": text}, dtype=compute)
     target = velocity_target(clean, noise)
 
     def step():
@@ -81,7 +81,7 @@ def peer_step(cfg, params, data, compute, compile_blocks):
     optimiser = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
     clean, noise, sigma, text = data
     target = velocity_target(clean, noise)
-    noisy, timestep = noised(clean, noise, sigma), sigma * 1000
+    noisy, timestep = noised(clean, noise, sigma), timestep_of(sigma)
 
     def step():
         with torch.autocast(device.type, compute, enabled=compute != torch.float32):

@@ -1,6 +1,8 @@
 """The one file that reaches PyTorch APIs without a stability promise (torch 2.11 to 2.14)."""
 
+import os
 from collections.abc import Sequence
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -75,3 +77,26 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
 def foreach_lerp_(tensors: Sequence[Tensor], towards: Sequence[Tensor], weight: float) -> None:
     """`t += weight * (towards - t)` in place."""
     torch._foreach_lerp_(list(tensors), list(towards), weight)
+
+
+def deterministic() -> None:
+    """Deterministic kernels for the rest of the process; an operation without one raises.
+
+    cuBLAS reads its variable when its first handle is made, so this comes before any CUDA work.
+    """
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+    torch.use_deterministic_algorithms(True)
+
+
+def record_memory(device: torch.device, max_entries: int = 100_000) -> None:
+    """Starts the record of CUDA allocations that `dump_memory` writes; nothing on other devices."""
+    if device.type == "cuda":
+        torch.cuda.memory._record_memory_history(max_entries=max_entries)
+
+
+def dump_memory(device: torch.device, path: Path) -> str:
+    """Writes the record (readable at pytorch.org/memory_viz) and returns where; "none" on other devices."""
+    if device.type != "cuda":
+        return "none"
+    torch.cuda.memory._dump_snapshot(str(path))
+    return str(path)

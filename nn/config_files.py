@@ -1,6 +1,7 @@
 """`config.json` of small models, read strictly into their frozen dataclasses."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,29 +11,50 @@ from core.files import read_json
 C = TypeVar("C")
 
 
-def _wrong_type(default: Any, value: Any) -> bool:
-    allowed = (int, float) if isinstance(default, float) else (type(default),)
-    return isinstance(value, bool) != isinstance(default, bool) or not isinstance(value, allowed)
+def _wrong_type(default: Any, value: Any) -> str | None:
+    """What was expected in place of `value`, or None when it can stand for a field with this default."""
+    if value is None:
+        return None if default is None else type(default).__name__
+    if isinstance(default, tuple):
+        fits = isinstance(value, list | tuple) and all(type(v) is type(default[0]) for v in value)
+        return None if fits else f"a list of {type(default[0]).__name__}"
+    kind = int if default is None else type(default)  # the optional fields of these models are sizes
+    allowed = (int, float) if kind is float else (kind,)
+    return None if type(value) in allowed else kind.__name__
 
 
-def read_config(cls: type[C], path: str | Path, tag: str, name: str) -> C:
+def parse_config(cls: type[C], data: Mapping[str, Any], source: str, *, fixed: Mapping[str, Any] | None = None) -> C:
+    """A config from its entries by name.
+
+    `cls` is a dataclass whose fields all have defaults: int, float, bool, str, a tuple of one of them, or
+    None for an optional integer. `fixed` are further entries that may have one value only. Raises one
+    UserError that names `source` and lists every fault.
+    """
+    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
+    given, faults = dict(data), []
+    for key, only in ({} if fixed is None else fixed).items():
+        if given.pop(key, only) != only:
+            faults.append(f"{key} is {data[key]!r}, only {only!r} is supported")
+    for key, value in given.items():
+        if key not in defaults:
+            faults.append(f"unknown key {key}{nearest_names(key, defaults)}; known: {', '.join(defaults)}")
+        elif (expected := _wrong_type(defaults[key], value)) is not None:
+            faults.append(f"{key} is {value!r}, expected {expected}")
+    raise_faults(f"{source}: cannot be used", faults)
+    return cls(**given)
+
+
+def read_config(
+    cls: type[C], path: str | Path, tag: str, name: str, *, fixed: Mapping[str, Any] | None = None
+) -> C:
     """The config of a JSON file whose entry `tag` must be `name` (`{"_class_name": "AutoencoderKLWan", ...}`).
 
-    `cls` is a dataclass whose fields all have defaults of type int, float, bool or str. Other keys that
-    start with an underscore are notes of the writer and ignored. Raises one UserError that names the file
-    and lists every fault.
+    Other keys that start with an underscore are notes of the writer and ignored. Raises one UserError that
+    names the file and lists every fault.
     """
     data = read_json(path)
     if not isinstance(data, dict) or data.get(tag) != name:
         found = data.get(tag) if isinstance(data, dict) else type(data).__name__
         raise_faults(f"{path}: wrong kind of model", [f"{tag} is {found!r}, expected {name!r}"])
-    defaults = {field.name: field.default for field in dataclasses.fields(cls)}
     given = {key: value for key, value in data.items() if key != tag and not key.startswith("_")}
-    faults = []
-    for key, value in given.items():
-        if key not in defaults:
-            faults.append(f"unknown key {key}{nearest_names(key, defaults)}; known: {', '.join(defaults)}")
-        elif _wrong_type(defaults[key], value):
-            faults.append(f"{key} is {value!r}, expected {type(defaults[key]).__name__}")
-    raise_faults(f"{path}: cannot be used", faults)
-    return cls(**given)
+    return parse_config(cls, given, str(path), fixed=fixed)

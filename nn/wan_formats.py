@@ -5,9 +5,11 @@ import json
 from pathlib import Path
 from typing import Any
 
-from core.errors import UserError, raise_faults, nearest_names
-from core.files import read_json
-from nn.wan import WanConfig
+from core.checkpoint import LazyTree, open_checkpoint
+from core.save import check_metadata
+from core.specs import check
+from nn.config_files import read_config as read_dataclass
+from nn.wan import WanConfig, param_specs
 
 CLASS_NAME = "WanTransformer3DModel"
 FIXED = {"qk_norm": "rms_norm_across_heads"}  # the only variant that Wan's checkpoints use
@@ -19,41 +21,19 @@ def to_json(cfg: WanConfig) -> dict[str, Any]:
     return {"_class_name": CLASS_NAME, **fields, **FIXED}
 
 
-def from_json(data: dict[str, Any], source: str) -> WanConfig:
-    """The config of a `config.json`'s contents.
+def read_config(folder: str | Path) -> WanConfig:
+    """The config in `folder/config.json`. Raises one UserError that names the file and lists every fault."""
+    return read_dataclass(WanConfig, Path(folder) / "config.json", "_class_name", CLASS_NAME, fixed=FIXED)
+
+
+def open_transformer(folder: str | Path) -> tuple[LazyTree, WanConfig]:
+    """A transformer folder, opened but not read, and its config.
 
     Raises:
-        UserError: another model class, unknown or unsupported keys, wrong types; all in one message that
-            names `source`.
+        UserError: another model, or keys and shapes that do not fit the config; before any tensor is read.
     """
-    if data.get("_class_name") != CLASS_NAME:
-        raise UserError(f"{source}: _class_name is {data.get('_class_name')!r}, expected {CLASS_NAME!r}")
-    body = {k: v for k, v in data.items() if not k.startswith("_")}
-    known = {f.name: f for f in dataclasses.fields(WanConfig)}
-    faults = [f"{k} = {body[k]!r} is not supported, only {v!r}" for k, v in FIXED.items() if body.pop(k, v) != v]
-    faults += [f"unknown key {k!r}{nearest_names(k, known)}" for k in body if k not in known]
-    for name, value in body.items():
-        if name in known and (why := _type_fault(known[name].default, value)) is not None:
-            faults.append(f"{name} = {value!r}: {why}")
-    raise_faults(f"{source}: not a config this version can run", faults)
-    return WanConfig(**body)
-
-
-def _type_fault(default: Any, value: Any) -> str | None:
-    """Why `value` cannot stand for a field with this default, or None."""
-    if isinstance(default, bool):
-        return None if isinstance(value, bool) else "expected true or false"
-    if isinstance(default, tuple):
-        fits = isinstance(value, list | tuple) and all(type(n) is int for n in value)
-        return None if fits else "expected a list of integers"
-    if isinstance(default, float):
-        return None if type(value) in (int, float) else "expected a number"
-    if default is None and value is None:
-        return None
-    return None if type(value) is int else "expected an integer"
-
-
-def read_config(folder: str | Path) -> WanConfig:
-    """The config in `folder/config.json`. Raises UserError naming the file."""
-    path = Path(folder) / "config.json"
-    return from_json(read_json(path), str(path))
+    cfg = read_config(folder)
+    tree = open_checkpoint(folder)
+    check_metadata(tree, CLASS_NAME)
+    check(tree, param_specs(cfg), what=str(folder))
+    return tree, cfg

@@ -77,7 +77,12 @@ def check_latent_shape(cfg: WanConfig, shape: Sequence[int]) -> list[str]:
     return faults
 
 
-def _check(cfg: WanConfig, latents: Tensor, sigma: Tensor, conditions: Conditions) -> None:
+def timestep_of(sigma: Tensor) -> Tensor:
+    """The timestep that a noise level stands for, `1000 sigma`, in float32 or wider."""
+    return sigma.to(torch.promote_types(sigma.dtype, torch.float32)) * NUM_TRAIN_TIMESTEPS
+
+
+def _check(cfg: WanConfig, latents: Tensor, timestep: Tensor, conditions: Conditions) -> None:
     faults = [f"latents: {f}" for f in check_latent_shape(cfg, latents.shape[1:])]
     batch = latents.shape[0]
     faults += [
@@ -86,8 +91,8 @@ def _check(cfg: WanConfig, latents: Tensor, sigma: Tensor, conditions: Condition
     faults += [
         f"{k}: batch {v.shape[0]}, the latents have {batch}" for k, v in conditions.items() if v.shape[0] != batch
     ]
-    if sigma.shape[0] != batch or sigma.ndim not in (1, 2):
-        faults.append(f"sigma must be [B] or [B, tokens] with B={batch}, got {list(sigma.shape)}")
+    if timestep.ndim not in (1, 2) or timestep.shape[0] != batch:
+        faults.append(f"timestep must be [B] or [B, tokens] with B={batch}, got {list(timestep.shape)}")
     if "text" not in conditions:
         faults.append("condition 'text' is missing")
     elif conditions["text"].shape[-1] != cfg.text_dim:
@@ -105,13 +110,13 @@ def _check(cfg: WanConfig, latents: Tensor, sigma: Tensor, conditions: Condition
 
 
 def model_inputs(
-    cfg: WanConfig, noisy: Tensor, sigma: Tensor, conditions: Conditions, *, dtype: torch.dtype | None = None
+    cfg: WanConfig, noisy: Tensor, timestep: Tensor, conditions: Conditions, *, dtype: torch.dtype | None = None
 ) -> dict[str, Tensor]:
     """Inputs of `nn.wan.forward`.
 
     Args:
-        noisy: latents at noise level sigma, `[B, C, T, H, W]`, float32 or wider.
-        sigma: `[B]`, or per token `[B, N]`, in [0, 1].
+        noisy: latents at some noise level, `[B, C, T, H, W]`, float32 or wider.
+        timestep: that level as `timestep_of` or a schedule gives it, `[B]`, or per token `[B, N]`, in 0..1000.
         conditions: named channels, see the module docstring.
         dtype: compute dtype; default that of `noisy`.
 
@@ -122,13 +127,13 @@ def model_inputs(
     Raises:
         UserError: everything that does not fit the config, in one message.
     """
-    _check(cfg, noisy, sigma, conditions)
+    _check(cfg, noisy, timestep, conditions)
     dtype = noisy.dtype if dtype is None else dtype
     inputs = {k: v if v.dtype == torch.bool else v.to(dtype) for k, v in conditions.items()}
     first_frame = inputs.pop("first_frame", None)
     latents = noisy.to(dtype)
     inputs["latents"] = latents if first_frame is None else torch.cat([latents, first_frame], dim=1)
-    inputs["timestep"] = sigma.to(torch.promote_types(sigma.dtype, torch.float32)) * NUM_TRAIN_TIMESTEPS
+    inputs["timestep"] = timestep.to(torch.promote_types(timestep.dtype, torch.float32))
     return inputs
 
 

@@ -213,6 +213,8 @@ class Pipeline(Section):
     """The noise schedule, shared by training, validation and inference."""
 
     flow_shift: float = Field(3.0, gt=0, description="sigma -> s * sigma / (1 + (s - 1) * sigma); 1: no shift.")
+    vae: str | None = Field(None, description="Folder of the VAE of the latents; null: beside the data, or init_from's.")
+    text_encoder: str | None = Field(None, description="Folder of the text encoder; null: likewise.")
 
 
 def _frame_faults(key: str, frames: int | None, stride: int) -> list[tuple[str, str]]:

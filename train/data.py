@@ -129,6 +129,18 @@ def open_dataset(data_path: DataPath, row_type: RowType) -> Dataset:
     return Dataset(row_type, tuple(files), np.concatenate(places), tuple(distinct), buckets)
 
 
+def common_shape(dataset: Dataset) -> tuple[int, ...]:
+    """The latent shape `[C, T, H, W]` that most samples have."""
+    return dataset.shapes[int(np.bincount(dataset.buckets).argmax())]
+
+
+def first_fps(dataset: Dataset) -> float | None:
+    """Frames per second of the first sample; None where it is not noted."""
+    with _open_parquet(dataset.files[0].path) as file:
+        fps = file.read_row_group(0, columns=["fps"], use_threads=False).column(0)[0].as_py()
+    return None if not fps else float(fps)
+
+
 # --- checks against a model -----------------------------------------------------------------------------------
 
 
@@ -136,9 +148,9 @@ def check_latents(
     dataset: Dataset,
     expected_channels: int,
     patch_size: tuple[int, int, int],
-    expected_shape: tuple[int, int, int, int] | None = None,
+    expected_shape: Sequence[int | None] | None = None,
 ) -> None:
-    """Checks every latent shape `[C, T, H, W]` against the model: channels, patches, and a full shape if given.
+    """Checks every latent shape `[C, T, H, W]` against the model: channels, patches, and a shape if given (None in it fits any).
 
     Raises one UserError with the first file and row of every shape that does not fit.
     """
@@ -148,8 +160,9 @@ def check_latents(
         for name, size, patch in zip("THW", shape[1:], patch_size, strict=True):
             if size % patch:
                 wrong.append(f"{name} = {size} is not a multiple of the patch size {patch}")
-        if expected_shape is not None and shape != tuple(expected_shape):
-            wrong.append(f"expected {list(expected_shape)}")
+        wanted = shape if expected_shape is None else [s if e is None else e for s, e in zip(shape, expected_shape, strict=True)]
+        if tuple(wanted) != shape:
+            wrong.append(f"expected {list(wanted)}")
         if wrong:
             rows = np.flatnonzero(dataset.buckets == bucket)
             faults.append(f"{where(dataset, rows[0])}: latents {list(shape)} ({len(rows)} such): {'; '.join(wrong)}")

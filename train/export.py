@@ -1,0 +1,90 @@
+"""`python -m train.export`: a checkpoint of a run -> a pipeline folder in Diffusers' layout."""
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from core.checkpoint import open_checkpoint
+from core.errors import UserError
+from core.rules import cast
+from core.specs import check
+from core.transforms import apply, history
+from infer.folder import Defaults, save_pipeline
+from nn.config_files import parse_config
+from nn.wan import WanConfig, param_specs
+from nn.wan_formats import FIXED
+from train import state as states
+from train.setup import FLOATS
+
+
+def find_checkpoint(path: str | Path) -> Path:
+    """The checkpoint folder itself, or the newest one of a run's output folder."""
+    path = Path(path)
+    if (path / states.RECORD).is_file():
+        return path
+    found = states.checkpoints(path)
+    if not found:
+        raise UserError(f"{path}: neither a checkpoint nor a run with checkpoints/")
+    return found[-1]
+
+
+def export(
+    source: str | Path, output: str | Path, *, ema: bool = False, dtype: str = "fp32", overwrite: bool = False
+) -> Path:
+    """Writes the weights of a checkpoint as a pipeline folder; leaves are read one shard at a time.
+
+    Args:
+        source: a checkpoint folder, or a run's output folder (its newest checkpoint is taken).
+        ema: the averaged weights instead of the trained ones.
+        dtype: `fp32` or `bf16`; tables that stay in float32 do.
+
+    Raises:
+        UserError: before anything is written; an existing `output` is replaced only with `overwrite`.
+    """
+    folder, output = find_checkpoint(source), Path(output)
+    if output.exists() and not overwrite:
+        raise UserError(f"{output}: already exists; choose another folder or give --overwrite")
+    record = states.read_record(folder)
+    name = "ema" if ema else "params"
+    if not (folder / name).is_dir():
+        raise UserError(f"{folder}: no {name}/ in this checkpoint" + (" (the run kept no average)" if ema else ""))
+    entries = {k: v for k, v in record["config"].items() if not k.startswith("_")}
+    cfg = parse_config(WanConfig, entries, str(folder / states.RECORD), fixed=FIXED)
+    tree, model_specs = open_checkpoint(folder / name), param_specs(cfg)
+    check(tree, model_specs, what=str(folder / name))
+    bound = cast(FLOATS[dtype], keep_fp32=lambda k: model_specs[k].keep_fp32)(tree.specs)
+    parts = {k: None if record[k] is None else Path(record[k]) for k in ("vae", "text_encoder")}
+    gone = [f"{k}: {p}" for k, p in parts.items() if p is not None and not p.is_dir()]
+    if gone:
+        raise UserError(f"{folder}: models it was trained with are gone: {', '.join(gone)}")
+    save_pipeline(
+        output, apply(tree, bound), cfg, Defaults(**record["sampling"]), **parts, transforms=history(bound)
+    )
+    return folder
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; bad input is printed as `error: ...` to stderr, with exit status 2."""
+    p = argparse.ArgumentParser(
+        prog="python -m train.export",
+        description="Write a checkpoint as a pipeline folder that python -m infer samples from; its transformer/ "
+        "loads in Diffusers.",
+    )
+    p.add_argument("checkpoint", help="a checkpoint folder, or a run's output folder (its newest checkpoint)")
+    p.add_argument("--output", required=True, metavar="DIR", help="folder to create; it appears when all is done")
+    p.add_argument("--ema", action="store_true", help="the averaged weights")
+    p.add_argument("--dtype", choices=FLOATS, default="fp32", help="dtype of the weights (default: %(default)s)")
+    p.add_argument("--overwrite", action="store_true", help="replace an existing folder")
+    args = p.parse_args(argv)
+    try:
+        folder = export(args.checkpoint, args.output, ema=args.ema, dtype=args.dtype, overwrite=args.overwrite)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    print(f"wrote {args.output} from {folder}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

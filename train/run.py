@@ -1,0 +1,380 @@
+"""One training run from a recipe, top to bottom."""
+
+import contextlib
+import dataclasses
+import math
+import signal
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from core import compat, devices, keys
+from core.config import save_config
+from core.errors import UserError
+from core.trees import num_bytes, num_params
+from train import metrics, optim, sft, state as states
+from train.config import Recipe
+from train.data import batches
+from train.flops import train_flops
+from train.plot import loss_plot
+from train.rows import Batch
+from train.schedules import learning_rate
+from train.setup import Setup, initial_state, prepare
+from train.state import TrainState
+from train.validate import Prompt, check_prompts, validate
+
+SIGMA_BINS = 4
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """What one optimiser step leaves on the device: tensors that are read only after it.
+
+    `losses` is the mean squared error per element of every sample, `sigmas` their noise levels.
+    """
+
+    loss: Tensor
+    grad_norm: Tensor | None
+    losses: Tensor
+    sigmas: Tensor
+    names: list[str]
+    tokens: int
+    flops: int
+
+
+# --- one step -------------------------------------------------------------------------------------------------
+
+
+def fit_text(text: Tensor, length: int) -> Tensor:
+    """Text embeddings `[B, L, D]` padded with zeros, or cut, to `[B, length, D]`."""
+    return torch.nn.functional.pad(text[:, :length], (0, 0, 0, max(0, length - text.shape[1])))
+
+
+def microbatch_loss(setup: Setup, state: TrainState, batch: Batch, first: int) -> tuple[Tensor, Tensor]:
+    """Summed squared errors `[B]` of a microbatch whose first sample is number `first` of its step; and sigmas `[B]`."""
+    clean = batch.latents.to(setup.device)
+    text = fit_text(batch.text, setup.text_length).to(setup.device)
+    draws = sft.draw(setup.objective, keys.fold_in(state.key, "sft"), state.step, first, tuple(clean.shape))
+    draws = sft.Draws(*(t.to(setup.device) for t in (draws.noise, draws.sigma, draws.dropped)))
+    errors = sft.loss(
+        state.params,
+        setup.cfg,
+        setup.objective,
+        clean,
+        text,
+        setup.empty.to(setup.device),
+        draws,
+        dtype=setup.compute,
+        run=setup.run,
+    )
+    return errors, draws.sigma
+
+
+def train_step(setup: Setup, state: TrainState, micro: list[Batch]) -> Step:
+    """One optimiser step over all microbatches, in place. Nothing is copied to the host.
+
+    The loss is the sum of squared errors of all microbatches over their number of elements, so unequal
+    microbatches weigh by their tokens. Gradients accumulate in the dtype of the masters.
+    """
+    training = setup.recipe.training
+    elements = sum(batch.latents.numel() for batch in micro)
+    losses, sigmas, first = [], [], 0
+    for batch in micro:
+        errors, sigma = microbatch_loss(setup, state, batch, first)
+        (errors.sum() / elements).backward()
+        losses.append(errors.detach() / batch.latents[0].numel())
+        sigmas.append(sigma)
+        first += len(batch.names)
+    grads = {k: p.grad for k, p in state.params.items()}
+    norm = optim.clip_(grads, setup.recipe.callbacks.grad_clip.max_grad_norm)
+    o = training.optimizer
+    opt = optim.AdamW(o.betas, o.eps, o.weight_decay, o.fused)
+    optim.adamw_update(opt, grads, state.optimizer, state.params, rate_of(setup, state.step))
+    for p in state.params.values():
+        p.grad = None
+    state.step += 1
+    state.position += len(micro)
+    update_ema(setup, state)
+    sizes = torch.tensor([b.latents[0].numel() for b in micro for _ in b.names], device=setup.device)
+    losses = torch.cat(losses)
+    return Step(
+        loss=(losses * sizes).sum() / elements,
+        grad_norm=norm,
+        losses=losses,
+        sigmas=torch.cat(sigmas),
+        names=[name for batch in micro for name in batch.names],
+        tokens=sum(tokens_of(setup, batch) * len(batch.names) for batch in micro),
+        flops=sum(train_flops(setup.cfg, tokens_of(setup, b), setup.text_length) * len(b.names) for b in micro),
+    )
+
+
+def tokens_of(setup: Setup, batch: Batch) -> int:
+    """Tokens of one sample after patchify."""
+    return math.prod(batch.latents.shape[2:]) // math.prod(setup.cfg.patch_size)
+
+
+def rate_of(setup: Setup, step: int) -> float:
+    """Learning rate of the 0-based optimiser step."""
+    o = setup.recipe.training.optimizer
+    return learning_rate(
+        step,
+        o.learning_rate,
+        scheduler=o.lr_scheduler,
+        total_steps=setup.recipe.training.loop.max_train_steps,
+        warmup_steps=o.lr_warmup_steps,
+        min_lr_ratio=o.min_lr_ratio,
+    )
+
+
+def update_ema(setup: Setup, state: TrainState) -> None:
+    """Moves the average after a step; until `start_iter` it follows the weights."""
+    if state.ema is not None:
+        ema = setup.recipe.callbacks.ema
+        optim.ema_update(state.ema, state.params, 0.0 if state.step <= ema.start_iter else ema.decay)
+
+
+# --- what a step is reported as -------------------------------------------------------------------------------
+
+
+def by_sigma(losses: Tensor, sigmas: Tensor) -> list[float | None]:
+    """Mean loss of the samples in each of SIGMA_BINS equal bins of sigma; None for an empty bin."""
+    bins = (sigmas * SIGMA_BINS).long().clamp(max=SIGMA_BINS - 1)
+    return [float(losses[bins == b].mean()) if (bins == b).any() else None for b in range(SIGMA_BINS)]
+
+
+def train_row(setup: Setup, step: Step, lr: float, number: int, seconds: float) -> dict:
+    """The values of a metrics row, read from the device."""
+    peak = devices.peak_flops(setup.device) if setup.compute == torch.bfloat16 else None
+    row = {
+        "step": number,
+        "loss": float(step.loss),
+        "lr": lr,
+        "loss_by_sigma": by_sigma(step.losses.cpu(), step.sigmas.cpu()),
+        "seconds": seconds,
+        "tokens_per_second": step.tokens / seconds,
+        "mfu": None if peak is None else step.flops / seconds / peak,
+        "peak_memory_bytes": devices.memory_stats(setup.device)["peak_bytes"],
+    }
+    if step.grad_norm is not None and setup.recipe.callbacks.grad_clip.log_grad_norms:
+        row["grad_norm"] = float(step.grad_norm)
+    return row
+
+
+def check_finite(step: Step, number: int, last: Path | None) -> None:
+    """Stops the run at a loss or gradient norm that is not finite; nothing is saved after it."""
+    norm = 0.0 if step.grad_norm is None else float(step.grad_norm)
+    if math.isfinite(float(step.loss)) and math.isfinite(norm):
+        return
+    bad = [n for n, x in zip(step.names, step.losses.tolist(), strict=True) if not math.isfinite(x)]
+    kept = "no checkpoint was saved yet" if last is None else f"the last good checkpoint is {last}"
+    raise UserError(
+        f"step {number}: loss is {float(step.loss)}, gradient norm {norm}; samples of this step: "
+        f"{', '.join(step.names)}" + (f"; not finite: {', '.join(bad)}" if bad else "") + f"; {kept}"
+    )
+
+
+# --- around the steps -----------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def stop_requests() -> Iterator[list[int]]:
+    """Collects SIGTERM and SIGINT; a second one interrupts at once."""
+    received: list[int] = []
+
+    def handler(number, frame):
+        if received:
+            raise KeyboardInterrupt
+        received.append(number)
+
+    previous = {number: signal.signal(number, handler) for number in STOP_SIGNALS}
+    try:
+        yield received
+    finally:
+        for number, old in previous.items():
+            signal.signal(number, old)
+
+
+@contextlib.contextmanager
+def memory_report(setup: Setup, state: TrainState) -> Iterator[None]:
+    """Turns an out-of-memory error into one that says what the state takes and where the snapshot is."""
+    folder = Path(setup.recipe.training.checkpoint.output_dir)
+    compat.record_memory(setup.device)
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        path = compat.dump_memory(setup.device, folder / "memory_snapshot.pickle")
+        held = num_bytes(state.params) * 2 + num_bytes(state.optimizer) + num_bytes(state.ema or {})
+        raise UserError(
+            f"out of memory at step {state.step + 1}: weights, gradients, moments and EMA take {held / 2**30:.1f} GiB, "
+            "the rest are activations. Lower training.data.train_batch_size, set training.model."
+            "enable_gradient_checkpointing_type: full, or with enable_torch_compile lower activation_memory_budget. "
+            f"Snapshot for pytorch.org/memory_viz: {path}. ({str(error).splitlines()[0]})"
+        ) from None
+
+
+class Profiler:
+    """Traces the optimiser steps that the recipe names into `trace.json`."""
+
+    def __init__(self, setup: Setup):
+        self.want = setup.recipe.training.profile
+        self.path = Path(setup.recipe.training.checkpoint.output_dir) / "trace.json"
+        self.active = None
+
+    def before(self, step: int) -> None:
+        """Starts the trace at its first step (0-based)."""
+        if self.want is not None and step == self.want.start:
+            self.active = torch.profiler.profile()
+            self.active.start()
+
+    def after(self, done: int, last: bool) -> Path | None:
+        """Writes the trace after its last step, or when the run ends; returns its path then."""
+        if self.active is None or not (last or done >= self.want.start + self.want.steps):
+            return None
+        self.active.stop()
+        self.active.export_chrome_trace(str(self.path))
+        self.active = None
+        return self.path
+
+
+def record_of(setup: Setup) -> dict:
+    """What checkpoints of this run note; a resuming run compares it."""
+    return {
+        **setup.record(),
+        "data": {"samples": len(setup.dataset), "train_batch_size": setup.recipe.training.data.train_batch_size},
+        "threads": torch.get_num_threads(),
+    }
+
+
+def resume(setup: Setup, state: TrainState, log) -> Path | None:
+    """Fills the state from the checkpoint that the recipe asks for; None when it asks for none."""
+    asked = setup.recipe.training.checkpoint
+    if asked.resume_from_checkpoint is None:
+        return None
+    folder = states.find(asked.output_dir, asked.resume_from_checkpoint)
+    saved, ours = states.read_record(folder), record_of(setup)
+    if not asked.weights_only and saved["data"] != ours["data"]:
+        raise UserError(
+            f"{folder}: its data position belongs to {saved['data']}, this run has {ours['data']}; "
+            "use the same data, or weights_only: true"
+        )
+    states.load_into(state, folder, ours, weights_only=asked.weights_only)
+    if asked.weights_only:
+        state.step = states.step_of(folder)
+        state.position = state.step * setup.recipe.training.loop.gradient_accumulation_steps
+    if saved["threads"] != ours["threads"] and setup.device.type == "cpu":
+        log(f"note: {ours['threads']} threads, the checkpoint was made with {saved['threads']}: losses agree, not to the last bit")
+    log(f"resumed from {folder} at step {state.step}")
+    return folder
+
+
+def train(recipe: Recipe) -> metrics.Summary:
+    """Runs a recipe to its last step, or to a checkpoint when asked to stop.
+
+    Raises:
+        UserError: bad input before anything is written; later a loss that is not finite, a full disk or
+            too little memory. Checkpoints that were complete stay.
+    """
+    started = time.perf_counter()
+    setup = prepare(recipe)
+    prompts = check_prompts(setup)
+    if recipe.training.deterministic:
+        compat.deterministic()
+    state = initial_state(setup)
+    last = resume(setup, state, print)
+    out = Path(recipe.training.checkpoint.output_dir)
+    out.mkdir(parents=True, exist_ok=True)
+    save_config(recipe, out / "config.yaml")
+    metrics.drop_after(out / "metrics.jsonl", state.step)
+    write_setup_row(setup, state, out, time.perf_counter() - started)
+    with stop_requests() as stop, memory_report(setup, state):
+        stopped = run_steps(setup, state, prompts, last, out, stop)
+    summary = metrics.summary(metrics.read_rows(out / "metrics.jsonl"))
+    print(metrics.summary_text(summary), flush=True)
+    if stopped:
+        raise SystemExit(128 + stop[0])
+    return summary
+
+
+def write_setup_row(setup: Setup, state: TrainState, out: Path, seconds: float) -> None:
+    """The first row of a run, and the same on the terminal."""
+    training = setup.recipe.training
+    batch = training.data.train_batch_size * training.loop.gradient_accumulation_steps
+    print(
+        f"{num_params(state.params) / 1e6:,.1f} M parameters on {setup.device} in {str(setup.compute).removeprefix('torch.')}, "
+        f"{len(setup.dataset)} samples, effective batch {batch}, output {out}",
+        flush=True,
+    )
+    metrics.append_row(
+        out / "metrics.jsonl",
+        "setup",
+        seconds=seconds,
+        effective_batch=batch,
+        parameters=num_params(state.params),
+        samples=len(setup.dataset),
+        device=str(setup.device),
+        compute_dtype=str(setup.compute),
+        torch=str(torch.__version__),
+    )
+
+
+def run_steps(setup, state, prompts: list[Prompt], last: Path | None, out: Path, stop: list[int]) -> bool:
+    """The loop. Returns True when it ended early because of a signal (after saving)."""
+    recipe, total = setup.recipe, setup.recipe.training.loop.max_train_steps
+    data = batches(
+        setup.dataset,
+        key=keys.fold_in(state.key, "data"),
+        batch_size=recipe.training.data.train_batch_size,
+        start=state.position,
+        num_workers=recipe.training.data.dataloader_num_workers,
+    )
+    profiler = Profiler(setup)
+    with metrics.progress(total, state.step) as display:
+        if prompts and recipe.callbacks.validation.validate_at_start and state.step == 0:
+            timed(out, "validate", state, lambda: validate(setup, state, prompts, display.log))
+        while state.step < total and not stop:
+            profiler.before(state.step)
+            start, lr = time.perf_counter(), rate_of(setup, state.step)
+            micro = [next(data) for _ in range(recipe.training.loop.gradient_accumulation_steps)]
+            step = train_step(setup, state, micro)
+            check_finite(step, state.step, last)
+            row = train_row(setup, step, lr, state.step, time.perf_counter() - start)
+            display.update(metrics.append_row(out / "metrics.jsonl", "train", **row))
+            if (trace := profiler.after(state.step, state.step == total)) is not None:
+                display.log(f"trace: {trace}")
+            if due(recipe.training.checkpoint.training_state_checkpointing_steps, state.step) and state.step < total:
+                last = save_now(setup, state, out, display.log)
+            if prompts and (due(recipe.callbacks.validation.every_steps, state.step) or state.step == total):
+                timed(out, "validate", state, lambda: validate(setup, state, prompts, display.log))
+                loss_plot(metrics.read_rows(out / "metrics.jsonl"), out / "loss.png", title=out.name)
+        if last is None or states.step_of(last) != state.step:
+            save_now(setup, state, out, display.log)
+        loss_plot(metrics.read_rows(out / "metrics.jsonl"), out / "loss.png", title=out.name)
+        if stop:
+            display.log(f"stopped by {signal.Signals(stop[0]).name} after step {state.step}; continue with "
+                        "--training.checkpoint.resume_from_checkpoint latest")  # fmt: skip
+    return bool(stop) and state.step < total
+
+
+def due(every: int, step: int) -> bool:
+    """True after every `every` steps; 0 means never."""
+    return every > 0 and step % every == 0
+
+
+def save_now(setup: Setup, state: TrainState, out: Path, log) -> Path:
+    """Saves a checkpoint and notes it."""
+    keep = setup.recipe.training.checkpoint.checkpoints_total_limit
+    path = timed(out, "save", state, lambda: states.save(out, state, record_of(setup), keep=keep))
+    log(f"saved {path}")
+    return path
+
+
+def timed(out: Path, phase: str, state: TrainState, work):
+    """Runs `work` and writes a metrics row of its phase."""
+    start = time.perf_counter()
+    result = work()
+    metrics.append_row(out / "metrics.jsonl", phase, step=state.step, seconds=time.perf_counter() - start)
+    return result

@@ -1,0 +1,314 @@
+"""From a recipe to everything a run needs, with every fault found before the first expensive step."""
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core import devices, keys, specs
+from core.errors import UserError, nearest_names, raise_faults
+from core.geometry import check_geometry
+from core.rules import cast
+from core.scan import compiled, recompute, scan
+from core.transforms import apply
+from core.trees import Params
+from infer.folder import Defaults, TextEncoder, Vae, load_text_encoder, load_vae
+from kernels import Attention
+from nn import wan
+from nn.config_files import parse_config
+from nn.run import Run
+from nn.wan_formats import open_transformer, to_json
+from train.config import Recipe, Wan
+from train.data import Dataset, check_latents, check_text, common_shape, first_fps, open_dataset
+from train.optim import adamw_init
+from train.rows import row_type
+from train.sft import Objective
+from train.state import TrainState
+
+VAE_STRIDES = (8, 4)  # pixels and frames per latent of Wan 2.1, where the data set's VAE is not known
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
+
+
+@dataclasses.dataclass(frozen=True)
+class Components:
+    """The models that the latents and captions were made with: their folders, and themselves where we run them."""
+
+    vae_folder: Path | None
+    text_folder: Path | None
+    vae: Vae | None
+    text: TextEncoder | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Setup:
+    """What a run is made of. `empty` `[L, D]` is the caption that dropout puts in; text is padded to L."""
+
+    recipe: Recipe
+    device: torch.device
+    compute: torch.dtype
+    cfg: wan.WanConfig
+    dataset: Dataset
+    components: Components
+    objective: Objective
+    run: Run
+    empty: Tensor
+    defaults: Defaults
+
+    @property
+    def text_length(self) -> int:
+        """Tokens to which prompt embeddings are padded."""
+        return self.empty.shape[0]
+
+    def record(self) -> dict[str, Any]:
+        """What a checkpoint notes beside the tensors."""
+        folder = lambda p: None if p is None else str(p.resolve())  # noqa: E731
+        return {
+            "config": to_json(self.cfg),
+            "sampling": dataclasses.asdict(self.defaults),
+            "vae": folder(self.components.vae_folder),
+            "text_encoder": folder(self.components.text_folder),
+        }
+
+
+# --- the model ------------------------------------------------------------------------------------------------
+
+
+def model_config(role: Wan, where: str) -> wan.WanConfig:
+    """The architecture of a role: `init_from`'s or the preset's, with the `config` overrides on top.
+
+    Raises:
+        UserError: no source, unknown preset or field, or values that the model refuses.
+    """
+    faults = []
+    if role.init_from is not None and (role.preset is not None or role.config):
+        faults.append(f"{where}.init_from brings its own architecture: leave out preset and config")
+    if role.preset is not None and role.preset not in wan.PRESETS:
+        hint = nearest_names(role.preset, wan.PRESETS)
+        faults.append(f"{where}.preset {role.preset!r} is unknown{hint}; allowed: {', '.join(wan.PRESETS)}")
+    if role.init_from is None and role.preset is None and not role.config:
+        faults.append(f"{where}: one of init_from, preset or config is needed")
+    raise_faults("the model cannot be built", faults)
+    if role.init_from is not None:
+        return open_transformer(Path(role.init_from) / "transformer")[1]
+    base = wan.PRESETS[role.preset] if role.preset is not None else wan.WanConfig()
+    return parse_config(wan.WanConfig, {**dataclasses.asdict(base), **role.config}, f"{where}.config")
+
+
+def starting_params(role: Wan, cfg: wan.WanConfig, seed: int, dtype: torch.dtype, device) -> Params:
+    """Weights of `init_from`, or fresh ones from the seed, in the stored dtype (float32 tables stay float32)."""
+    model_specs = wan.param_specs(cfg)
+    keep = lambda k: model_specs[k].keep_fp32  # noqa: E731
+    if role.init_from is None:
+        tree = specs.init(model_specs, keys.fold_in(keys.key(seed), "init"))
+        return {k: v.to(device) for k, v in apply(tree, cast(dtype, keep_fp32=keep)(specs.specs_of(tree))).items()}
+    tree, _ = open_transformer(Path(role.init_from) / "transformer")
+    return apply(tree, cast(dtype, keep_fp32=keep)(tree.specs)).read(device=device)
+
+
+def layers_run(recipe: Recipe) -> Run:
+    """How the layers of training run: attention backend, compile, recomputation."""
+    model = recipe.training.model
+    how = scan
+    if model.enable_torch_compile:
+        budget = model.activation_memory_budget
+        how = compiled(how, memory_budget=None if budget == 1.0 else budget)
+    if model.enable_gradient_checkpointing_type == "full":
+        how = recompute(how, every=model.gradient_checkpointing_every)
+    return Run(attention=Attention(recipe.models.student.attention_backend), scan=how)
+
+
+# --- the data -------------------------------------------------------------------------------------------------
+
+
+def data_roots(data_path: str | tuple[str, ...] | Mapping[str, int]) -> list[Path]:
+    """The paths of `training.data.data_path` in any of its forms."""
+    return [Path(data_path)] if isinstance(data_path, str) else [Path(p) for p in data_path]
+
+
+def beside(roots: list[Path], init_from: str | None, name: str) -> Path | None:
+    """The folder `name` (`vae`, `text_encoder`) in a data set's folder or the one above, else in `init_from`."""
+    places = [root / name for root in roots] + [root.parent / name for root in roots]
+    if init_from is not None:
+        places.append(Path(init_from) / name)
+    return next((p for p in places if (p / "config.json").is_file()), None)
+
+
+def find_components(recipe: Recipe) -> Components:
+    """VAE and text encoder of the run; either may be missing, or known by its folder only.
+
+    Raises:
+        UserError: a folder that the recipe names and that is not there, or that validation needs and
+            cannot be run.
+    """
+    roots, student = data_roots(recipe.training.data.data_path), recipe.models.student
+    folders, faults = {}, []
+    for name in ("vae", "text_encoder"):
+        asked = getattr(recipe.pipeline, name)
+        folders[name] = beside(roots, student.init_from, name) if asked is None else Path(asked)
+        if asked is not None and not (Path(asked) / "config.json").is_file():
+            faults.append(f"pipeline.{name}: {asked} has no config.json")
+    raise_faults("models around the transformer", faults)
+    if recipe.callbacks.validation is None:
+        return Components(folders["vae"], folders["text_encoder"], None, _maybe_text(folders["text_encoder"]))
+    raise_faults(
+        "callbacks.validation cannot sample videos",
+        [f"no {n}/ beside the data or in init_from; name it in pipeline.{n}" for n, f in folders.items() if f is None],
+    )
+    return Components(
+        folders["vae"], folders["text_encoder"], load_vae(folders["vae"]), load_text_encoder(folders["text_encoder"])
+    )
+
+
+def _maybe_text(folder: Path | None) -> TextEncoder | None:
+    """The encoder, for the empty caption; None where there is none or it is of a kind we cannot run."""
+    try:
+        return None if folder is None else load_text_encoder(folder)
+    except UserError:
+        return None
+
+
+def empty_caption(recipe: Recipe, cfg: wan.WanConfig, text: TextEncoder | None) -> Tensor:
+    """The embedding `[L, text_dim]` of the empty caption, zero-padded; zeros where no encoder can be run.
+
+    L is `training.data.text_padding_length`, else the encoder's length, else 512 (Wan's).
+    """
+    length = recipe.training.data.text_padding_length
+    if length is None:
+        length = 512 if text is None else text.max_length
+    empty = torch.zeros(length, cfg.text_dim)
+    if text is not None:
+        (embedding,) = text.embed([""])
+        if embedding.shape[0] > length or embedding.shape[1] != cfg.text_dim:
+            raise UserError(
+                f"the text encoder gives {list(embedding.shape)} for an empty caption, the model takes at most "
+                f"[{length}, {cfg.text_dim}] (text_dim)"
+            )
+        empty[: embedding.shape[0]] = embedding
+    return empty
+
+
+def expected_latents(recipe: Recipe, cfg: wan.WanConfig, vae: Vae | None) -> tuple[int | None, ...]:
+    """`(C, t, h, w)` of the latents that `training.data` asks for; None for what it leaves to the data."""
+    data = recipe.training.data
+    spatial, temporal = VAE_STRIDES if vae is None else (vae.spatial, vae.temporal)
+    frames = data.num_latent_t
+    if frames is None and data.num_frames is not None:
+        frames = (data.num_frames - 1) // temporal + 1
+    sizes = [None if n is None else n // spatial for n in (data.num_height, data.num_width)]
+    return (cfg.out_channels, frames, *sizes)
+
+
+def sampling_defaults(recipe: Recipe, dataset: Dataset, vae: Vae | None) -> Defaults:
+    """Geometry and rate of the data's most common shape, and validation's way of sampling: what an export notes."""
+    _, t, h, w = common_shape(dataset)
+    spatial, temporal = VAE_STRIDES if vae is None else (vae.spatial, vae.temporal)
+    validation = recipe.callbacks.validation
+    noted = Defaults(
+        num_frames=temporal * (t - 1) + 1,
+        height=h * spatial,
+        width=w * spatial,
+        fps=first_fps(dataset),
+        flow_shift=recipe.pipeline.flow_shift,
+    )
+    if validation is None:
+        return noted
+    return dataclasses.replace(
+        noted,
+        sampler=validation.sampler,
+        steps=validation.sampling_steps[0],
+        guidance_scale=validation.guidance_scale,
+    )
+
+
+# --- all of it ------------------------------------------------------------------------------------------------
+
+
+def check_output_dir(recipe: Recipe) -> None:
+    """Refuses an output folder that holds another run, unless this one resumes from a checkpoint in it."""
+    checkpoint = recipe.training.checkpoint
+    folder, asked = Path(checkpoint.output_dir), checkpoint.resume_from_checkpoint
+    holds = [n for n in ("config.yaml", "metrics.jsonl", "checkpoints") if (folder / n).exists()]
+    ours = asked == "latest" or (asked is not None and Path(asked).resolve().parent.parent == folder.resolve())
+    if holds and not ours:
+        raise UserError(
+            f"training.checkpoint.output_dir: {folder} already holds a run ({', '.join(holds)}); choose another "
+            "folder, or continue it with --training.checkpoint.resume_from_checkpoint latest"
+        )
+
+
+def prepare(recipe: Recipe) -> Setup:
+    """Checks the whole recipe against its files and the machine; no weights are read or made yet."""
+    check_output_dir(recipe)
+    student, training = recipe.models.student, recipe.training
+    if not student.trainable:
+        raise UserError("models.student.trainable: false leaves nothing to train with method sft")
+    device = devices.resolve(training.device)
+    cfg = model_config(student, "models.student")
+    if cfg.image_dim is not None or cfg.condition_channels:
+        raise UserError(
+            f"training.data.preprocessed_data_type: {training.data.preprocessed_data_type} has no image conditions, "
+            "which this model needs (image_dim, in_channels > out_channels)"
+        )
+    dataset = open_dataset(_plain(training.data.data_path), row_type(training.data.preprocessed_data_type))
+    components = find_components(recipe)
+    check_latents(dataset, cfg.out_channels, cfg.patch_size, expected_latents(recipe, cfg, components.vae))
+    check_text(dataset, cfg.text_dim)
+    compute = devices.default_compute_dtype(device) if training.compute_dtype is None else FLOATS[training.compute_dtype]
+    setup = Setup(
+        recipe=recipe,
+        device=device,
+        compute=compute,
+        cfg=cfg,
+        dataset=dataset,
+        components=components,
+        objective=objective_of(recipe),
+        run=layers_run(recipe),
+        empty=empty_caption(recipe, cfg, components.text),
+        defaults=sampling_defaults(recipe, dataset, components.vae),
+    )
+    check_validation_geometry(setup)
+    return setup
+
+
+def objective_of(recipe: Recipe) -> Objective:
+    """The keys of a recipe that decide the loss."""
+    model = recipe.training.model
+    return Objective(
+        weighting_scheme=model.weighting_scheme,
+        logit_mean=model.logit_mean,
+        logit_std=model.logit_std,
+        flow_shift=recipe.pipeline.flow_shift,
+        loss_weighting=model.loss_weighting,
+        precondition_outputs=model.precondition_outputs,
+        caption_dropout=recipe.training.data.training_cfg_rate,
+    )
+
+
+def check_validation_geometry(setup: Setup) -> None:
+    """Refuses sizes in `callbacks.validation` that the VAE and the patches cannot hold."""
+    v, vae = setup.recipe.callbacks.validation, setup.components.vae
+    if v is not None:
+        size = {k: getattr(v, k) if getattr(v, k) is not None else getattr(setup.defaults, k)
+                for k in ("num_frames", "height", "width")}  # fmt: skip
+        check_geometry(**size, temporal=vae.temporal, spatial=vae.spatial * setup.cfg.patch_size[1])
+
+
+def _plain(data_path: Any) -> Any:
+    return list(data_path) if isinstance(data_path, tuple) else data_path
+
+
+def initial_state(setup: Setup) -> TrainState:
+    """A fresh state on the run's device: weights, zero moments, and the EMA as a copy where one is kept."""
+    training = setup.recipe.training
+    params = starting_params(
+        setup.recipe.models.student, setup.cfg, training.data.seed, FLOATS[training.dit_precision], setup.device
+    )
+    params = {k: p.requires_grad_() for k, p in params.items()}
+    ema = None
+    if setup.recipe.callbacks.ema is not None:
+        ema = {k: p.detach().float().clone() for k, p in params.items()}
+    return TrainState(params, adamw_init(params), ema, step=0, position=0, key=keys.key(training.data.seed))
+
