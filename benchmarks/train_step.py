@@ -4,8 +4,8 @@
     python benchmarks/train_step.py --layers 2 --grid 3 4 4 --text-len 8 --device cpu   # a smoke run
 
 Forward, backward and AdamW on FP32 masters with BF16 compute, batch 1, 81x480x832 (32,760 tokens). The
-peer is the strongest setting that Diffusers offers for it: compiled blocks, fused AdamW, bf16 autocast.
-The ceiling is the model's arithmetic at 989 TFLOP/s (dense BF16 of an H100 or H200).
+peer is the strongest setting that Diffusers offers for it: compiled blocks, fused AdamW, bf16 autocast. It
+is measured before and after ours, and its faster time counts, since a GPU slows down as it warms up. The ceiling is the model's arithmetic at 989 TFLOP/s (dense BF16 of an H100 or H200).
 """
 
 import argparse
@@ -33,6 +33,7 @@ from train import optim  # noqa: E402
 from train.flops import train_flops  # noqa: E402
 
 LR = 1e-5
+PEER, PEER_AGAIN = "diffusers, blocks compiled", "diffusers, blocks compiled, again"
 
 
 def batch(cfg, grid, text_len, device):
@@ -63,8 +64,8 @@ def our_step(cfg, params, run, data, compute):
     return step
 
 
-def peer_step(cfg, params, data, compute, compile_blocks):
-    """The same step with Diffusers' module and torch.optim.AdamW."""
+def peer_step(cfg, params, data, compute):
+    """The same step with Diffusers' module, its blocks compiled, and torch.optim.AdamW."""
     from diffusers import WanTransformer3DModel
 
     body = {k: v for k, v in to_json(cfg).items() if not k.startswith("_")}
@@ -76,8 +77,7 @@ def peer_step(cfg, params, data, compute, compile_blocks):
     device = next(iter(params.values())).device
     model.rope = rope.to(device)
     model.requires_grad_(True).train()
-    if compile_blocks:
-        model.compile_repeated_blocks(fullgraph=True)
+    model.compile_repeated_blocks(fullgraph=True)
     optimiser = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
     clean, noise, sigma, text = data
     target = velocity_target(clean, noise)
@@ -144,11 +144,11 @@ def main() -> None:
     parser.add_argument("--layers", type=int, help="fewer layers, for smoke runs")
     parser.add_argument("--grid", type=int, nargs=3, default=(21, 30, 52), help="tokens in time, height, width")
     parser.add_argument("--text-len", type=int, default=512)
-    parser.add_argument("--budget", type=float, default=0.5, help="activation memory budget of the second variant")
+    parser.add_argument("--budget", type=float, default=0.9, help="activation memory budget of the second variant")
     parser.add_argument("--device", type=devices.resolve, default=devices.preferred_device())
     parser.add_argument("--attention", default="auto")
     parser.add_argument("--warmup", type=int, default=3)
-    parser.add_argument("--steps", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--only", nargs="*", help="names of variants to run")
     parser.add_argument("--no-save", action="store_true")
     args = parser.parse_args()
@@ -165,10 +165,12 @@ def main() -> None:
     floor = None if peak is None else flops / peak
 
     results = {}
-    makers = {"diffusers, blocks compiled": lambda: peer_step(cfg, fresh(), data, compute, True)}
+    peer = lambda: peer_step(cfg, fresh(), data, compute)  # noqa: E731
+    makers = {PEER: peer}
     for name, run in ours_variants(args.budget).items():
         run = dataclasses.replace(run, attention=Attention(args.attention))
         makers[name] = lambda run=run: our_step(cfg, fresh(), run, data, compute)
+    makers[PEER_AGAIN] = peer
     for name, make in makers.items():
         if args.only and name not in args.only:
             continue
@@ -189,11 +191,11 @@ def main() -> None:
 
 def compare(results: dict, shape: str, tokens: int, floor: float | None) -> list[dict]:
     """Rows of step time, tokens/s, MFU and peak memory of each of our variants against the peer."""
-    peer_name = "diffusers, blocks compiled"
-    peer = results.get(peer_name)
+    peers = [m for m in (results.get(PEER), results.get(PEER_AGAIN)) if m is not None]
+    peer = min(peers, key=lambda m: m.seconds) if peers else None
     rows = []
     for name, got in results.items():
-        if name == peer_name or got is None:
+        if name in (PEER, PEER_AGAIN) or got is None:
             continue
         value = lambda f: None if peer is None else f(peer)  # noqa: E731
         figures = [
@@ -206,7 +208,7 @@ def compare(results: dict, shape: str, tokens: int, floor: float | None) -> list
         for op, unit, f, smaller, ceiling in figures:
             rows.append(
                 report.row(
-                    f"{op}, {name}", shape, f(got), unit, peer_name, value(f),
+                    f"{op}, {name}", shape, f(got), unit, PEER, value(f),
                     smaller_is_better=smaller, ceiling=ceiling,
                 )
             )  # fmt: skip

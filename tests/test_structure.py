@@ -53,3 +53,11 @@ def test_importing_everything_touches_no_device_and_reads_no_environment():
         "import sys; assert 'transformers' not in sys.modules and 'diffusers' not in sys.modules\n"
     )
     subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True, timeout=120)
+
+
+def test_the_installed_package_is_found_from_another_directory(tmp_path):
+    """The install puts the top-level names on the path; nothing depends on the working directory."""
+    code = "import core, kernels, nn, parallel, infer, train; print(core.__path__[0])"
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert Path(done.stdout.strip()) == ROOT / "core"

@@ -3,6 +3,7 @@
 from typing import Literal
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 Kind = Literal["layer", "rms"]
@@ -28,14 +29,14 @@ def norm_modulate(
     Returns:
         `[B, T, D]` in x's dtype; the arithmetic is in float32 or wider.
     """
-    h = x.to(torch.promote_types(x.dtype, torch.float32))
+    wide = torch.promote_types(x.dtype, torch.float32)
+    h, width = x.to(wide), (x.shape[-1],)
+    weight, bias = (None if p is None else p.to(wide) for p in (weight, bias))
     if kind == "layer":
-        h = h - h.mean(-1, keepdim=True)
-    h = h * torch.rsqrt(h.square().mean(-1, keepdim=True) + eps)
-    if weight is not None:
-        h = h * weight
-    if bias is not None:
-        h = h + bias
+        h = F.layer_norm(h, width, weight, bias, eps)
+    else:
+        h = F.rms_norm(h, width, weight, eps)
+        h = h if bias is None else h + bias
     if scale is not None:
         h = h * (1 + scale)
     if shift is not None:

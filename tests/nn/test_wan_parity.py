@@ -74,8 +74,7 @@ def test_first_and_last_frame_image_embedding():
     params = random_params(cfg, 3)
     noisy, timestep, conditions = random_inputs(cfg, 3, batch=1, text_len=512, image_len=3)
     two = torch.randn(2, 3, 6, generator=torch.Generator().manual_seed(0))
-    inputs = {**model_inputs(cfg, noisy, timestep, conditions), "image": two}
-    compare(cfg, params, inputs)
+    compare(cfg, params, model_inputs(cfg, noisy, timestep, {**conditions, "image": two}))
 
 
 @pytest.mark.parametrize("dtype,tolerance", [(torch.bfloat16, 4e-2), (torch.float64, 3e-6)])
