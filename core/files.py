@@ -1,8 +1,13 @@
-"""Files that are either whole or absent: write to a temporary name, fsync, rename."""
+"""Files that are either whole or absent: write to a temporary name, fsync, rename.
+
+Temporary names are `.NAME.PID.part` and, for the folder that is being replaced, `.NAME.PID.old`, beside NAME.
+What a process that was killed left of them is removed by the next write of NAME.
+"""
 
 import contextlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
@@ -20,12 +25,61 @@ def fsync_path(path: Path) -> None:
         os.close(fd)
 
 
+def check_target(path: str | Path) -> None:
+    """Refuses a place where no file can be written, before any work is done for it.
+
+    Raises UserError: a folder has that name, or what stands above is a file or may not be written.
+    """
+    path = Path(path).absolute()
+    if path.is_dir():
+        raise UserError(f"{path}: a folder stands where the file should be")
+    above = next(p for p in path.parents if os.path.lexists(p))
+    if not above.is_dir():
+        raise UserError(f"{path}: cannot be created, {above} is not a folder")
+    if not os.access(above, os.W_OK):
+        raise UserError(f"{path}: cannot be created, no permission to write in {above}")
+
+
+def _alive(pid: int) -> bool:
+    try:
+        os.kill(pid, 0)
+    except ProcessLookupError:
+        return False
+    except (PermissionError, OverflowError):
+        pass  # another user's process, or no process id at all: not ours to judge
+    return True
+
+
+def _leftovers(path: Path) -> list[Path]:
+    """Temporary names of `path` whose process is dead or this one."""
+    name = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.(part|old)")
+    found = [(p, name.fullmatch(p.name)) for p in path.parent.iterdir()]
+    return [p for p, m in found if m and (int(m[1]) == os.getpid() or not _alive(int(m[1])))]
+
+
+def _prepare(path: Path) -> Path:
+    """The temporary name of a write of `path`, with the folders above made and leftovers removed.
+
+    A folder that was put aside by a process killed before the new one took its place comes back first.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    left = _leftovers(path)
+    aside = [p for p in left if p.suffix == ".old"]
+    if aside and not os.path.lexists(path):
+        os.replace(max(aside, key=lambda p: p.stat().st_mtime), path)
+    for p in left:
+        if p.is_dir():
+            shutil.rmtree(p, ignore_errors=True)
+        else:
+            p.unlink(missing_ok=True)
+    return path.with_name(f".{path.name}.{os.getpid()}.part")
+
+
 @contextlib.contextmanager
 def atomic_file(path: str | Path) -> Iterator[Path]:
     """Yields a temporary path beside `path`; on a clean exit it replaces `path`, else it is removed."""
     path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    part = _prepare(path)
     try:
         yield part
         fsync_path(part)
@@ -39,31 +93,43 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yields a temporary folder beside `path`; on a clean exit it becomes `path`, else it is removed.
 
-    An existing `path` is replaced only after the new folder is complete.
+    An existing folder is replaced only after the new one is complete; where `path` is a link to a folder,
+    that folder is. Raises UserError when `path` is a file.
     """
-    path = Path(path)
-    path.parent.mkdir(parents=True, exist_ok=True)
-    part = path.with_name(f".{path.name}.{os.getpid()}.part")
-    old = path.with_name(f".{path.name}.{os.getpid()}.old")
-    shutil.rmtree(part, ignore_errors=True)
+    path = Path(path).resolve()
+    if path.exists() and not path.is_dir():
+        raise UserError(f"{path}: a file stands where the folder should be")
+    part = _prepare(path)
     part.mkdir()
     try:
         yield part
         for entry in [*part.rglob("*"), part]:
             fsync_path(entry)
-        if path.exists():
-            os.replace(path, old)
-        os.replace(part, path)
-        fsync_path(path.parent)
-        shutil.rmtree(old, ignore_errors=True)
+        _take_place(part, path)
     finally:
         shutil.rmtree(part, ignore_errors=True)
+
+
+def _take_place(part: Path, path: Path) -> None:
+    """Renames `part` to `path`; what stood there is removed afterwards, or put back when that fails."""
+    old = path.with_name(f".{path.name}.{os.getpid()}.old")
+    replaced = path.exists()
+    if replaced:
+        os.replace(path, old)
+    try:
+        os.replace(part, path)
+    except BaseException:
+        if replaced:
+            os.replace(old, path)
+        raise
+    fsync_path(path.parent)
+    shutil.rmtree(old, ignore_errors=True)
 
 
 def write_json(path: str | Path, data: Any) -> None:
     """Writes JSON atomically, indented, with a final newline."""
     with atomic_file(path) as part:
-        part.write_text(json.dumps(data, indent=2) + "\n")
+        part.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
 def read_json(path: str | Path) -> Any:
@@ -72,6 +138,6 @@ def read_json(path: str | Path) -> Any:
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
-        return json.loads(path.read_text())
-    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        return json.loads(path.read_text(encoding="utf-8"))
+    except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}") from None

@@ -119,11 +119,15 @@ def check(tree: Mapping[str, Any], specs: Specs, *, what: str = "parameters", dt
         if k not in stored:
             tied = specs[k].alias_of if k in specs else None
             faults.append(f"unexpected {k} {list(leaf.shape)}" + (f": it is tied to {tied}" if tied else ""))
-        elif tuple(leaf.shape) != stored[k].shape:
-            faults.append(f"{k} has shape {list(leaf.shape)}, expected {list(stored[k].shape)}")
-        elif dtypes and leaf.dtype != stored[k].dtype:
-            faults.append(f"{k} has dtype {leaf.dtype}, expected {stored[k].dtype}")
+        elif found := _misfits(leaf, stored[k], dtypes):
+            faults.append(f"{k} has {' and '.join(found)}")
     raise_faults(f"{what}: {len(faults)} keys do not fit the model", faults)
+
+
+def _misfits(leaf: Any, spec: ParamSpec, dtypes: bool) -> list[str]:
+    shape = tuple(leaf.shape)
+    out = [] if shape == spec.shape else [f"shape {list(shape)}, expected {list(spec.shape)}"]
+    return out + ([f"dtype {leaf.dtype}, expected {spec.dtype}"] if dtypes and leaf.dtype != spec.dtype else [])
 
 
 def tied(params: Params, specs: Specs) -> Params:

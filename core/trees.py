@@ -46,7 +46,9 @@ def split_key(key: str, name: str) -> tuple[int, str] | None:
     if not key.startswith(prefix):
         return None
     index, _, rest = key[len(prefix) :].partition(".")
-    return (int(index), rest) if rest and index.isdigit() else None
+    # Only the one way of writing a number: "03" and "3" would be two keys of one layer.
+    plain = index.isascii() and index.isdigit() and str(int(index)) == index
+    return (int(index), rest) if rest and plain else None
 
 
 def stack(params: Mapping[str, Any], name: str) -> Sequence[Layer]:

@@ -11,6 +11,7 @@ from torch import Tensor
 from core import devices
 from core.checkpoint import open_checkpoint
 from core.errors import UserError, raise_faults
+from core.files import check_target
 from core.geometry import geometry_rule
 from infer.folder import Defaults, Pipeline, load_pipeline
 from infer.generate import Sampling, check_sampling, encode_prompts, pad_prompts, text_to_video
@@ -31,7 +32,8 @@ def parser() -> argparse.ArgumentParser:
     p = argparse.ArgumentParser(
         prog="python -m infer",
         description="Sample a video from a prompt with a Wan pipeline folder (Diffusers layout).",
-        epilog='example: python -m infer --model outputs/demo/export --prompt "a rabbit in a meadow" --output rabbit.mp4',
+        epilog='example: python -m infer --model outputs/demo/export --prompt "a rabbit in a meadow" '
+        "--output rabbit.mp4",
     )
     p.add_argument("--model", required=True, metavar="DIR", help="pipeline folder, as python -m train.export writes it")
     p.add_argument("--prompt", help="what to show; needs a text encoder in the folder")
@@ -72,36 +74,51 @@ def sampling_of(args: argparse.Namespace, defaults: Defaults) -> Sampling:
     )
 
 
-def read_embeddings(path: str | Path, guidance: bool) -> tuple[Tensor, Tensor | None]:
-    """`prompt_embeds` and `negative_prompt_embeds` `[L, D]` of a safetensors file, float32."""
+def read_embeddings(path: str | Path, guidance: bool) -> dict[str, Tensor]:
+    """`prompt_embeds` and, for guidance, `negative_prompt_embeds` of a safetensors file as `[L, D]`, float32.
+
+    They may be stored as `[L, D]` or `[1, L, D]`. Raises UserError naming what is missing or has another shape.
+    """
     tree = open_checkpoint(path)
     needed = ["prompt_embeds", *(["negative_prompt_embeds"] if guidance else [])]
     raise_faults(f"{path}: it has {', '.join(tree) or 'no keys'}", [f"missing {k}" for k in needed if k not in tree])
-    faults = [f"{k} is {list(tree[k].shape)}, expected [L, D]" for k in needed if len(tree[k].shape) not in (2, 3)]
-    raise_faults(str(path), faults)
-    read = lambda key: tree[key].read().float().reshape(-1, tree[key].shape[-1])  # noqa: E731
-    return read("prompt_embeds"), read("negative_prompt_embeds") if guidance else None
+    shapes = {k: tree[k].shape for k in needed}
+    bad = [k for k, shape in shapes.items() if len(shape) != 2 and not (len(shape) == 3 and shape[0] == 1)]
+    raise_faults(str(path), [f"{k} is {list(shapes[k])}, expected [L, D] or [1, L, D]" for k in bad])
+    return {k: v.float().reshape(shapes[k][-2:]) for k, v in tree.read(needed).items()}
 
 
-def conditions(args: argparse.Namespace, pipe: Pipeline, guidance: bool) -> tuple[Tensor, Tensor | None]:
+def conditions(args: argparse.Namespace, pipe: Pipeline, guidance: bool) -> list[Tensor | None]:
     """Text and, with guidance, negative text `[1, L, D]`."""
-    if (args.prompt is None) == (args.prompt_embeds is None):
-        raise UserError("give exactly one of --prompt and --prompt-embeds")
     if args.prompt_embeds is not None:
-        text, negative = read_embeddings(args.prompt_embeds, guidance)
-        return pad_prompts(pipe, [text]), None if negative is None else pad_prompts(pipe, [negative])
-    return encode_prompts(pipe, [args.prompt]), encode_prompts(pipe, [args.negative_prompt]) if guidance else None
+        found = read_embeddings(args.prompt_embeds, guidance)
+        texts = [pad_prompts(pipe, [v], [f"{args.prompt_embeds}: {k}"]) for k, v in found.items()]
+    else:
+        prompts = [args.prompt, *([args.negative_prompt] if guidance else [])]
+        texts = [encode_prompts(pipe, [prompt]) for prompt in prompts]
+    return texts if guidance else [*texts, None]
+
+
+def targets(args: argparse.Namespace) -> tuple[Path, Path]:
+    """The MP4 and the contact sheet to write. Raises UserError for what cannot be written."""
+    output = Path(args.output)
+    sheet = output.with_suffix(".png") if args.contact_sheet is None else Path(args.contact_sheet)
+    for flag, path, suffix in (("--output", output, ".mp4"), ("--contact-sheet", sheet, ".png")):
+        if path.suffix.lower() != suffix:
+            raise UserError(f"{flag} {path}: expected a name ending in {suffix}")
+        check_target(path)
+    return output, sheet
 
 
 def run(args: argparse.Namespace) -> tuple[Path, Path]:
     """Samples one video and writes the MP4 and the contact sheet; returns their paths."""
+    if (args.prompt is None) == (args.prompt_embeds is None):
+        raise UserError("give exactly one of --prompt and --prompt-embeds")
+    output, sheet = targets(args)
     device = devices.resolve(args.device)
-    output = Path(args.output)
-    if output.suffix.lower() != ".mp4":
-        raise UserError(f"--output {output}: expected a name ending in .mp4")
-    sheet = output.with_suffix(".png") if args.contact_sheet is None else Path(args.contact_sheet)
     dtype = devices.default_compute_dtype(device) if args.dtype is None else DTYPES[args.dtype]
-    pipe = load_pipeline(args.model, device=device, dtype=dtype)
+    needs = ["vae", *(["text_encoder"] if args.prompt is not None else [])]
+    pipe = load_pipeline(args.model, device=device, dtype=dtype, needs=needs)
     sampling = sampling_of(args, pipe.defaults)
     check_sampling(pipe, sampling)
     fps = next(f for f in (args.fps, pipe.defaults.fps, FALLBACK_FPS) if f is not None)
@@ -112,9 +129,12 @@ def run(args: argparse.Namespace) -> tuple[Path, Path]:
         (frames,) = text_to_video(
             pipe, sampling, text, negative, [args.seed], run=how, progress=lambda done, total: update(done)
         )
-    write_video(output, frames, fps)
     label = args.prompt if args.prompt is not None else Path(args.prompt_embeds).name
-    contact_sheet([(label, frames)], sheet)
+    try:
+        write_video(output, frames, fps)
+        contact_sheet([(label, frames)], sheet)
+    except OSError as error:
+        raise UserError(f"the video could not be written: {error}") from None
     print(f"wrote {output} ({sampling.num_frames} frames, {sampling.width}x{sampling.height}, {fps:g} fps) and {sheet}")
     return output, sheet
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from core import keys
-from core.errors import UserError
+from core.errors import UserError, raise_faults
 from core.geometry import check_geometry, to_frames
 from infer.folder import WAN_TEXT_LENGTH, Pipeline
 from infer.guidance import guided
@@ -34,21 +34,27 @@ class Sampling:
 
 
 def check_sampling(pipe: Pipeline, sampling: Sampling) -> None:
-    """Refuses a geometry that the autoencoder and the patches cannot hold, naming the nearest valid one."""
+    """Refuses a geometry that the autoencoder and the patches cannot hold, naming the nearest valid one.
+
+    Also a pipeline whose models do not fit together or cannot make a video from text alone.
+    """
     if pipe.vae is None:
-        raise UserError("this pipeline folder has no vae/: latents cannot be decoded to a video")
+        raise UserError(f"latents cannot be decoded to a video: {pipe.absent.get('vae', 'the pipeline has no vae')}")
+    (pt, ph, pw), faults = pipe.cfg.patch_size, []
     if pipe.vae.latent_channels != pipe.cfg.out_channels:
-        raise UserError(
+        faults.append(
             f"the vae has {pipe.vae.latent_channels} latent channels, the transformer {pipe.cfg.out_channels}"
         )
-    pt, ph, pw = pipe.cfg.patch_size
     if ph != pw or pt != 1:
-        raise UserError(f"patch_size {pipe.cfg.patch_size} is not supported for sampling, only (1, p, p)")
+        faults.append(f"patch_size {pipe.cfg.patch_size} is not supported for sampling, only (1, p, p)")
+    if pipe.cfg.image_dim is not None or pipe.cfg.condition_channels:
+        faults.append("the transformer is an image-to-video model, only text-to-video can be sampled")
+    if not is_int(sampling.steps) or sampling.steps < 1:
+        faults.append(f"steps is {sampling.steps!r}, expected an integer of at least 1")
+    raise_faults("this pipeline cannot be sampled so", faults)
     check_geometry(
         sampling.num_frames, sampling.height, sampling.width, temporal=pipe.vae.temporal, spatial=pipe.vae.spatial * ph
     )
-    if not is_int(sampling.steps) or sampling.steps < 1:
-        raise UserError(f"steps is {sampling.steps!r}, expected an integer of at least 1")
 
 
 def latent_shape(pipe: Pipeline, sampling: Sampling) -> tuple[int, int, int, int]:
@@ -61,14 +67,20 @@ def latent_shape(pipe: Pipeline, sampling: Sampling) -> tuple[int, int, int, int
 def encode_prompts(pipe: Pipeline, prompts: Sequence[str]) -> Tensor:
     """Prompt embeddings `[B, L, D]`, zero-padded to the model's text length. Needs the pipeline's text encoder."""
     if pipe.text is None:
-        raise UserError("this pipeline folder has no text_encoder/: give precomputed prompt embeddings")
+        why = pipe.absent.get("text_encoder", "the pipeline has none")
+        raise UserError(f"prompts need a text encoder: {why}; or give precomputed prompt embeddings")
     return pad_prompts(pipe, pipe.text.embed(prompts))
 
 
-def pad_prompts(pipe: Pipeline, embeddings: Sequence[Tensor]) -> Tensor:
-    """Precomputed embeddings `[L_i, D]` as `[B, L, D]`, padded as `encode_prompts` pads."""
+def pad_prompts(pipe: Pipeline, embeddings: Sequence[Tensor], names: Sequence[str] | None = None) -> Tensor:
+    """Precomputed embeddings `[L_i, D]` as `[B, L, D]`, padded as in training.
+
+    L is the length that the folder notes, else the text encoder's, else Wan's 512. Raises UserError naming
+    every embedding that is longer or not as wide as the model's text_dim.
+    """
     length = WAN_TEXT_LENGTH if pipe.text is None else pipe.text.max_length
-    return pad_text(list(embeddings), length).to(pipe.device)
+    length = length if pipe.defaults.text_length is None else pipe.defaults.text_length
+    return pad_text(list(embeddings), length, width=pipe.cfg.text_dim, names=names).to(pipe.device)
 
 
 def initial_noise(shape: Sequence[int], seeds: Sequence[int]) -> Tensor:
@@ -128,11 +140,17 @@ def text_to_video(
     """One video per row of `text`: uint8 frames `[T, H, W, 3]` on the CPU.
 
     Raises:
-        UserError: a geometry or setting that cannot be sampled, before any work.
+        UserError: a geometry or setting that cannot be sampled, before any work; latents that are not
+            finite at the end.
     """
     check_sampling(pipe, sampling)
     if len(seeds) != text.shape[0]:
         raise UserError(f"{len(seeds)} seeds for {text.shape[0]} prompts")
     noise = initial_noise(latent_shape(pipe, sampling), seeds)
     latents = sample_latents(pipe, sampling, noise, text, negative, run=run, progress=progress)
+    if not bool(latents.isfinite().all()):  # else they would become black frames without a word
+        raise UserError(
+            f"sampling in {pipe.dtype} gave NaN or infinite latents: the weights or embeddings hold such values, "
+            "or the dtype overflows (float16 does with many models; try bfloat16 or float32)"
+        )
     return [to_frames(video.cpu()) for video in pipe.vae.decode(latents)]

@@ -32,14 +32,17 @@ class Video:
     fps: float
 
 
+SLOWEST = Fraction(1, 10_000)  # frames per second; also the precision to which rates are kept
+
+
 def frame_rate(fps: float | Fraction) -> Fraction:
     """A frame rate as a short fraction: 30000 / 1001 as a float gives Fraction(30000, 1001) again.
 
-    Raises UserError unless it is a positive number.
+    Raises UserError unless it is a number of at least 1/10000.
     """
-    if isinstance(fps, bool) or not math.isfinite(fps) or fps <= 0:
-        raise UserError(f"fps is {fps!r}, expected a positive number")
-    return Fraction(fps).limit_denominator(10_000)
+    if isinstance(fps, bool) or not math.isfinite(fps) or fps < SLOWEST:
+        raise UserError(f"fps is {fps!r}, expected a positive number of at least {float(SLOWEST)}")
+    return Fraction(fps).limit_denominator(SLOWEST.denominator)
 
 
 def resize_cover(frames: Tensor, size: tuple[int, int]) -> Tensor:

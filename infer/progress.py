@@ -19,10 +19,12 @@ def progress(label: str, total: int, unit: str = "it", *, file: TextIO | None = 
 
 @contextlib.contextmanager
 def _lines(label: str, total: int, unit: str, file: TextIO) -> Iterator[Update]:
-    step, started = max(1, total // 10), time.monotonic()
+    started, tenth = time.monotonic(), 0
 
     def update(done: int) -> None:
-        if done % step == 0 or done == total:
+        nonlocal tenth
+        if (reached := 10 * done // max(total, 1)) > tenth:  # `done` may jump
+            tenth = reached
             rate = done / max(time.monotonic() - started, 1e-9)
             print(f"{label}: {done}/{total}  {rate:.3g} {unit}/s", file=file, flush=True)
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
-from core.errors import nearest_names, raise_faults
+from core.errors import UserError, nearest_names, raise_faults
 from core.files import read_json
 
 C = TypeVar("C")
@@ -16,7 +16,7 @@ def _wrong_type(default: Any, value: Any) -> str | None:
     if value is None:
         return None if default is None else type(default).__name__
     if isinstance(default, tuple):
-        fits = isinstance(value, list | tuple) and all(type(v) is type(default[0]) for v in value)
+        fits = isinstance(value, list | tuple) and all(_wrong_type(default[0], v) is None for v in value)
         return None if fits else f"a list of {type(default[0]).__name__}"
     kind = int if default is None else type(default)  # the optional fields of these models are sizes
     allowed = (int, float) if kind is float else (kind,)
@@ -41,7 +41,10 @@ def parse_config(cls: type[C], data: Mapping[str, Any], source: str, *, fixed: M
         elif (expected := _wrong_type(defaults[key], value)) is not None:
             faults.append(f"{key} is {value!r}, expected {expected}")
     raise_faults(f"{source}: cannot be used", faults)
-    return cls(**given)
+    try:
+        return cls(**given)
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
 
 
 def read_config(

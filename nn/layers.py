@@ -20,12 +20,12 @@ def wide(x: Tensor) -> torch.dtype:
 
 
 def effective_weight(p: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
-    """`name.weight` in `dtype`, through its companions.
+    """`name.weight` as a matrix `[out, in]` in `dtype`, through its companions; a patch kernel is flattened.
 
     `name.weight_scale` dequantises a float8 or int8 weight; `name.weight_fake_scale` rounds a full-precision
     weight to the FP8 grid of that scale with a straight-through gradient.
     """
-    weight = p[f"{name}.weight"]
+    weight = p[f"{name}.weight"].flatten(1)
     if (scale := p.get(f"{name}.weight_scale")) is not None:
         return dequantise(weight, scale, dtype)
     if (scale := p.get(f"{name}.weight_fake_scale")) is not None:
@@ -46,7 +46,7 @@ def linear(p: Mapping[str, Tensor], name: str, x: Tensor, *, add_bias: bool = Tr
     Returns:
         `[..., out]` in x's dtype. LoRA adds `lora_scale * B(A(x))` and leaves the base weight as it is.
     """
-    weight = effective_weight(p, name, x.dtype).flatten(1)
+    weight = effective_weight(p, name, x.dtype)
     bias = p.get(f"{name}.bias") if add_bias else None
     y = F.linear(x, weight, None if bias is None else bias.to(x.dtype))
     if (down := p.get(f"{name}.lora_A")) is not None:

@@ -6,12 +6,14 @@ pipelines do), `text_mask` bool `[B, L]`, `image` `[B, M, image_dim]`, `first_fr
 (concatenated to the latents' channels).
 """
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
 
-from core.errors import raise_faults
+from core.errors import UserError, raise_faults
+from core.geometry import nearest_valid
 from nn.wan import NUM_TRAIN_TIMESTEPS, WanConfig
 
 CHANNELS = ("text", "text_mask", "image", "first_frame")
@@ -42,20 +44,29 @@ def clean_estimate(noisy: Tensor, velocity: Tensor, sigma: Tensor) -> Tensor:
     return noisy - _per_sample(sigma, noisy) * velocity
 
 
-def pad_text(embeddings: Sequence[Tensor], length: int, *, names: Sequence[str] | None = None) -> Tensor:
+def pad_text(
+    embeddings: Sequence[Tensor], length: int, *, width: int | None = None, names: Sequence[str] | None = None
+) -> Tensor:
     """Text embeddings `[L_i, D]` zero-padded to `[B, length, D]`.
 
+    Args:
+        width: what D must be; default that of the first embedding.
+        names: what the rows are called in an error.
+
     Raises:
-        UserError: an embedding is longer than `length`, or widths differ; names every such row.
+        UserError: none at all, or an embedding that is longer than `length` or of another width; names every
+            such row.
     """
+    if not embeddings:
+        raise UserError("text embeddings: expected at least one")
     names = names if names is not None else [f"prompt {i}" for i in range(len(embeddings))]
-    width = embeddings[0].shape[-1]
+    width = embeddings[0].shape[-1] if width is None else width
     faults = [
         f"{name}: {list(e.shape)}, expected at most [{length}, {width}]"
         for name, e in zip(names, embeddings, strict=True)
         if e.ndim != 2 or e.shape[0] > length or e.shape[1] != width
     ]
-    raise_faults("text embeddings do not fit the padding length", faults)
+    raise_faults("text embeddings do not fit the model's text length and width", faults)
     out = embeddings[0].new_zeros(len(embeddings), length, width)
     for row, e in zip(out, embeddings, strict=True):
         row[: e.shape[0]] = e
@@ -64,16 +75,18 @@ def pad_text(embeddings: Sequence[Tensor], length: int, *, names: Sequence[str] 
 
 def check_latent_shape(cfg: WanConfig, shape: Sequence[int]) -> list[str]:
     """Faults of a latent shape `[C, T, H, W]` against a config; empty when it fits."""
+    if len(shape) != 4:
+        return [f"shape {list(shape)} of one sample, expected [C, T, H, W]"]
     channels, *grid = shape
     faults = []
     if channels != cfg.out_channels:
         faults.append(f"{channels} latent channels, the model has out_channels={cfg.out_channels}")
     for name, n, p in zip(("frames", "height", "width"), grid, cfg.patch_size, strict=True):
         if n < 1 or n % p:
-            below = max(p, n // p * p)
-            faults.append(f"latent {name} {n} must be a multiple of {p}: nearest are {below} and {below + p}")
+            near = " or ".join(str(v) for v in nearest_valid(n, p))
+            faults.append(f"latent {name} {n} must be a multiple of {p}: nearest valid {near}")
         elif n // p > cfg.rope_max_seq_len:
-            faults.append(f"latent {name} {n} is above rope_max_seq_len={cfg.rope_max_seq_len}")
+            faults.append(f"latent {name} {n} is above {cfg.rope_max_seq_len * p} (rope_max_seq_len x patch)")
     return faults
 
 
@@ -82,31 +95,55 @@ def timestep_of(sigma: Tensor) -> Tensor:
     return sigma.to(torch.promote_types(sigma.dtype, torch.float32)) * NUM_TRAIN_TIMESTEPS
 
 
+def _condition_shapes(cfg: WanConfig, latents: Tensor, conditions: Conditions) -> dict[str, tuple[int | str, ...]]:
+    """The shape of every channel that the model takes; a letter stands for any size."""
+    batch, _, *grid = latents.shape
+    text = conditions.get("text")
+    length = "L" if text is None or text.ndim != 3 else text.shape[1]
+    out = {"text": (batch, "L", cfg.text_dim), "text_mask": (batch, length)}
+    if cfg.image_dim is not None:
+        # The features of a first and a last frame come as two rows each.
+        both = cfg.pos_embed_seq_len
+        out["image"] = (batch, "M", cfg.image_dim) if both is None else (2 * batch, both // 2, cfg.image_dim)
+    if cfg.condition_channels:
+        out["first_frame"] = (batch, cfg.condition_channels, *grid)
+    return out
+
+
+def _fits(shape: Sequence[int], expected: Sequence[int | str]) -> bool:
+    return len(shape) == len(expected) and all(
+        isinstance(e, str) or n == e for n, e in zip(shape, expected, strict=True)
+    )
+
+
+def _condition_faults(cfg: WanConfig, latents: Tensor, conditions: Conditions) -> list[str]:
+    expected = _condition_shapes(cfg, latents, conditions)
+    faults = [
+        f"condition {k!r} is missing, expected [{', '.join(map(str, shape))}]"
+        for k, shape in expected.items()
+        if k not in conditions and k != "text_mask"
+    ]
+    for k, value in conditions.items():
+        if k not in CHANNELS:
+            faults.append(f"condition {k!r} is none of {', '.join(CHANNELS)}")
+        elif k not in expected:
+            faults.append(f"condition {k!r} was given to a model that has no such branch")
+        elif not _fits(value.shape, expected[k]):
+            faults.append(f"{k}: {list(value.shape)}, expected [{', '.join(map(str, expected[k]))}]")
+    if "text_mask" in conditions and conditions["text_mask"].dtype != torch.bool:
+        faults.append(f"text_mask: dtype {conditions['text_mask'].dtype}, expected torch.bool")
+    return faults
+
+
 def _check(cfg: WanConfig, latents: Tensor, timestep: Tensor, conditions: Conditions) -> None:
+    title = "the model's inputs do not fit its config"
+    if latents.ndim != 5:  # without a batch and a grid nothing else can be judged
+        raise_faults(title, [f"latents: {list(latents.shape)}, expected [B, C, T, H, W]"])
     faults = [f"latents: {f}" for f in check_latent_shape(cfg, latents.shape[1:])]
-    batch = latents.shape[0]
-    faults += [
-        f"condition {k!r} is none of {', '.join(CHANNELS)}" for k in conditions if k not in CHANNELS
-    ]
-    faults += [
-        f"{k}: batch {v.shape[0]}, the latents have {batch}" for k, v in conditions.items() if v.shape[0] != batch
-    ]
-    if timestep.ndim not in (1, 2) or timestep.shape[0] != batch:
-        faults.append(f"timestep must be [B] or [B, tokens] with B={batch}, got {list(timestep.shape)}")
-    if "text" not in conditions:
-        faults.append("condition 'text' is missing")
-    elif conditions["text"].shape[-1] != cfg.text_dim:
-        faults.append(f"text: width {conditions['text'].shape[-1]}, the model has text_dim={cfg.text_dim}")
-    if ("image" in conditions) != (cfg.image_dim is not None):
-        faults.append(
-            "condition 'image' is missing: the model has an image branch"
-            if cfg.image_dim is not None
-            else "condition 'image' was given to a model without an image branch"
-        )
-    extra = conditions["first_frame"].shape[1] if "first_frame" in conditions else 0
-    if extra != cfg.condition_channels:
-        faults.append(f"first_frame: {extra} channels, the model takes {cfg.condition_channels}")
-    raise_faults("the model's inputs do not fit its config", faults)
+    batch, grid = latents.shape[0], [n // p for n, p in zip(latents.shape[2:], cfg.patch_size, strict=True)]
+    if tuple(timestep.shape) not in ((batch,), (batch, math.prod(grid))):
+        faults.append(f"timestep: {list(timestep.shape)}, expected [{batch}] or per token [{batch}, {math.prod(grid)}]")
+    raise_faults(title, faults + _condition_faults(cfg, latents, conditions))
 
 
 def model_inputs(
@@ -147,7 +184,8 @@ def null_conditions(conditions: Conditions, policy: Mapping[str, str]) -> dict[s
         UserError: another word, or a channel that is not there.
     """
     unknown = [f"{k}: no such channel among {sorted(conditions)}" for k in policy if k not in conditions]
-    unknown += [f"{k}: {v!r} is none of keep, zero, drop" for k, v in policy.items() if v not in ("keep", "zero", "drop")]
+    actions = ("keep", "zero", "drop")
+    unknown += [f"{k}: {v!r} is none of {', '.join(actions)}" for k, v in policy.items() if v not in actions]
     raise_faults("guidance branch", unknown)
     out = {}
     for name, value in conditions.items():
