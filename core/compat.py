@@ -1,5 +1,6 @@
 """The one file that reaches PyTorch APIs without a stability promise (torch 2.11 to 2.14)."""
 
+import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
@@ -60,13 +61,20 @@ def foreach_adamw_(
     torch._foreach_lerp_(m, grads, 1 - betas[0])
     torch._foreach_mul_(v, betas[1])
     torch._foreach_addcmul_(v, grads, grads, 1 - betas[1])
-    # Bias corrections as tensors: no copy of the step to the host.
     denominator = torch._foreach_sqrt(v)
-    torch._foreach_div_(denominator, (1 - betas[1] ** step).sqrt())
+    torch._foreach_div_(denominator, _bias_correction(betas[1], step).sqrt())
     torch._foreach_add_(denominator, eps)
     update = torch._foreach_div(m, denominator)
-    torch._foreach_mul_(update, -lr / (1 - betas[0] ** step))
+    torch._foreach_mul_(update, -lr / _bias_correction(betas[0], step))
     torch._foreach_add_(params, update)
+
+
+def _bias_correction(beta: float, step: Tensor) -> Tensor:
+    """`1 - beta ** step` as a 0-d tensor, so that the step is not copied to the host.
+
+    By expm1: the plain difference loses the digits of float32 while it is small (beta near 1, first steps).
+    """
+    return torch.ones_like(step) if beta == 0 else -torch.expm1(step * math.log(beta))
 
 
 def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:

@@ -19,7 +19,10 @@ Keys, types, defaults:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command; bad input is printed as `error: ...` to stderr, with exit status 2."""
+    """Runs the command; bad input is printed as `error: ...` to stderr, with exit status 2.
+
+    A run that SIGTERM or SIGINT stopped after a step exits with 143 or 130.
+    """
     args = list(sys.argv[1:] if argv is None else argv)
     if not args or "--help" in args or "-h" in args:
         print(USAGE + help_text(Recipe, color=sys.stdout.isatty()))
@@ -29,6 +32,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:
+        print("interrupted; complete checkpoints are untouched", file=sys.stderr)
+        return 130
     return 0
 
 

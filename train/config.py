@@ -55,7 +55,9 @@ class Data(Section):
     train_batch_size: int = Field(1, ge=1, description="Samples per step, rank and microbatch.")
     dataloader_num_workers: int = Field(0, ge=0, description="Worker processes that read data; 0: the main process.")
     training_cfg_rate: float = Field(0.0, ge=0, le=1, description="Share of captions replaced by the empty caption.")
-    seed: int = Field(0, description="Seed of data order, noise, timesteps and caption dropout.")
+    seed: int = Field(
+        0, ge=-(2**63), lt=2**63, description="Seed of weights, data order, noise, timesteps and caption dropout."
+    )
     num_latent_t: int | None = Field(None, ge=1, description="Latent frames per sample; null: as the data has.")
     num_height: int | None = Field(None, ge=1, description="Video height in pixels; null: as the data has.")
     num_width: int | None = Field(None, ge=1, description="Video width in pixels; null: as the data has.")
@@ -192,7 +194,7 @@ class Validation(Section):
         min_length=1, description="Denoising steps; each entry gives one video per prompt."
     )
     sampler: Sampler = Field("unipc", description="Sampler of the videos.")
-    guidance_scale: float = Field(1.0, description="uncond + scale * (cond - uncond); 1: no guidance.")
+    guidance_scale: float = Field(1.0, ge=0, description="uncond + scale * (cond - uncond); 1: no guidance.")
     num_frames: int | None = Field(None, ge=1, description="Frames per video; null: as in training.")
     height: int | None = Field(None, ge=1, description="Height in pixels; null: as in training.")
     width: int | None = Field(None, ge=1, description="Width in pixels; null: as in training.")
@@ -213,7 +215,9 @@ class Pipeline(Section):
     """The noise schedule, shared by training, validation and inference."""
 
     flow_shift: float = Field(3.0, gt=0, description="sigma -> s * sigma / (1 + (s - 1) * sigma); 1: no shift.")
-    vae: str | None = Field(None, description="Folder of the VAE of the latents; null: beside the data, or init_from's.")
+    vae: str | None = Field(
+        None, description="Folder of the VAE of the latents; null: beside the data, or init_from's."
+    )
     text_encoder: str | None = Field(None, description="Folder of the text encoder; null: likewise.")
 
 

@@ -10,12 +10,12 @@ from core.errors import UserError
 from core.rules import cast
 from core.specs import check
 from core.transforms import apply, history
-from infer.folder import Defaults, save_pipeline
+from infer.folder import INDEX, Defaults, save_pipeline
 from nn.config_files import parse_config
 from nn.wan import WanConfig, param_specs
 from nn.wan_formats import FIXED
 from train import state as states
-from train.setup import FLOATS
+from train.precision import FLOATS
 
 
 def find_checkpoint(path: str | Path) -> Path:
@@ -29,6 +29,16 @@ def find_checkpoint(path: str | Path) -> Path:
     return found[-1]
 
 
+def check_output(output: Path, overwrite: bool) -> None:
+    """Refuses a folder that holds anything; with `overwrite`, anything but a pipeline folder."""
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        return
+    if not (output / INDEX).is_file():
+        raise UserError(f"{output}: already exists and is no pipeline folder; choose another --output")
+    if not overwrite:
+        raise UserError(f"{output}: already holds a pipeline; choose another --output or give --overwrite")
+
+
 def export(
     source: str | Path, output: str | Path, *, ema: bool = False, dtype: str = "fp32", overwrite: bool = False
 ) -> Path:
@@ -40,11 +50,11 @@ def export(
         dtype: `fp32` or `bf16`; tables that stay in float32 do.
 
     Raises:
-        UserError: before anything is written; an existing `output` is replaced only with `overwrite`.
+        UserError: before anything is written; a pipeline folder at `output` is replaced only with `overwrite`,
+            and nothing else ever is.
     """
     folder, output = find_checkpoint(source), Path(output)
-    if output.exists() and not overwrite:
-        raise UserError(f"{output}: already exists; choose another folder or give --overwrite")
+    check_output(output, overwrite)
     record = states.read_record(folder)
     name = "ema" if ema else "params"
     if not (folder / name).is_dir():
@@ -75,7 +85,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--output", required=True, metavar="DIR", help="folder to create; it appears when all is done")
     p.add_argument("--ema", action="store_true", help="the averaged weights")
     p.add_argument("--dtype", choices=FLOATS, default="fp32", help="dtype of the weights (default: %(default)s)")
-    p.add_argument("--overwrite", action="store_true", help="replace an existing folder")
+    p.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     args = p.parse_args(argv)
     try:
         folder = export(args.checkpoint, args.output, ema=args.ema, dtype=args.dtype, overwrite=args.overwrite)

@@ -12,11 +12,12 @@ from core.errors import UserError, raise_faults
 from core.trees import Params
 
 OptState = dict[str, Tensor]
+FUSED_DEVICES = ("cuda", "cpu")
 
 
 @dataclasses.dataclass(frozen=True)
 class AdamW:
-    """Hyperparameters. `fused`: None picks the fused kernel where there is one (CUDA, CPU), else multi-tensor kernels."""
+    """Hyperparameters. `fused`: None takes the fused kernel on FUSED_DEVICES, multi-tensor kernels elsewhere."""
 
     betas: tuple[float, float] = (0.9, 0.999)
     eps: float = 1e-8
@@ -50,7 +51,7 @@ def adamw_update(opt: AdamW, grads: Mapping[str, Tensor], state: OptState, param
     """One update of `params` and `state`, in place.
 
     Args:
-        grads: one gradient per key of `params`, same shapes and dtypes.
+        grads: one gradient per key of `params`, same shapes; they are used in the dtype of the moments.
         lr: learning rate of this step.
 
     Raises:
@@ -61,9 +62,9 @@ def adamw_update(opt: AdamW, grads: Mapping[str, Tensor], state: OptState, param
     state["step"] += 1
     for keys in groups_of(params):
         device = params[keys[0]].device
-        if opt.fused and device.type not in ("cuda", "cpu"):
+        if opt.fused and device.type not in FUSED_DEVICES:
             raise UserError(f"training.optimizer.fused: no fused AdamW on {device.type}; use null or false")
-        fused = device.type in ("cuda", "cpu") if opt.fused is None else opt.fused
+        fused = device.type in FUSED_DEVICES if opt.fused is None else opt.fused
         update = compat.fused_adamw_ if fused else compat.foreach_adamw_
         wide = state[f"exp_avg.{keys[0]}"].dtype
         leaves = [params[k] for k in keys]
@@ -85,17 +86,16 @@ def adamw_update(opt: AdamW, grads: Mapping[str, Tensor], state: OptState, param
 
 
 @torch.no_grad()
-def clip_(grads: Mapping[str, Tensor], max_norm: float) -> Tensor | None:
-    """Scales gradients in place so that their global 2-norm is at most `max_norm`.
+def clip_(grads: Mapping[str, Tensor], max_norm: float) -> Tensor:
+    """Scales gradients in place so that their global 2-norm is at most `max_norm`; 0 or less scales nothing.
 
     Returns:
-        The norm before clipping, a 0-d float32 tensor that stays on the device (reading it is the
-        caller's choice, after the step); None when `max_norm <= 0`, and nothing is scaled then.
+        The norm before clipping, a 0-d tensor that stays on the device: reading it is the caller's choice,
+        after the step.
     """
+    norm = torch.nn.utils.get_total_norm(list(grads.values()))
     if max_norm <= 0:
-        return None
-    tensors = list(grads.values())
-    norm = torch.nn.utils.get_total_norm(tensors)
+        return norm
     factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
     for keys in groups_of(grads):
         compat.foreach_mul_([grads[k] for k in keys], factor.to(grads[keys[0]].dtype))
@@ -123,6 +123,7 @@ def swapped(params: Params, other: Params | None) -> Iterator[None]:
 
 
 def exchange(a: Params, b: Params) -> None:
-    """Swaps the storages of equal leaves without copying."""
+    """Swaps the storages of equal leaves without copying. Raises UserError before any swap when keys differ."""
+    raise_faults("exchange: trees have different keys", sorted(set(a) ^ set(b)))
     for k, tensor in a.items():
         tensor.data, b[k].data = b[k].data, tensor.data

@@ -5,7 +5,7 @@ import dataclasses
 import math
 import signal
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import torch
@@ -14,7 +14,7 @@ from torch import Tensor
 from core import compat, devices, keys
 from core.config import save_config
 from core.errors import UserError
-from core.trees import num_bytes, num_params
+from core.trees import Params, num_bytes, num_params
 from train import metrics, optim, sft, state as states
 from train.config import Recipe
 from train.data import batches
@@ -38,7 +38,7 @@ class Step:
     """
 
     loss: Tensor
-    grad_norm: Tensor | None
+    grad_norm: Tensor
     losses: Tensor
     sigmas: Tensor
     names: list[str]
@@ -55,7 +55,7 @@ def fit_text(text: Tensor, length: int) -> Tensor:
 
 
 def microbatch_loss(setup: Setup, state: TrainState, batch: Batch, first: int) -> tuple[Tensor, Tensor]:
-    """Summed squared errors `[B]` of a microbatch whose first sample is number `first` of its step; and sigmas `[B]`."""
+    """Summed squared errors and sigmas, each `[B]`, of a microbatch; its first sample is number `first` of the step."""
     clean = batch.latents.to(setup.device)
     text = fit_text(batch.text, setup.text_length).to(setup.device)
     draws = sft.draw(setup.objective, keys.fold_in(state.key, "sft"), state.step, first, tuple(clean.shape))
@@ -74,22 +74,33 @@ def microbatch_loss(setup: Setup, state: TrainState, batch: Batch, first: int) -
     return errors, draws.sigma
 
 
+def add_gradients(sums: Params, params: Params) -> None:
+    """Moves the gradients of a microbatch into float32 `sums`, those of 16-bit leaves; others add up in place."""
+    for k, p in params.items():
+        if p.dtype.itemsize < 4:
+            sums[k] = sums[k] + p.grad if k in sums else p.grad.float()
+            p.grad = None
+        else:
+            sums[k] = p.grad
+
+
 def train_step(setup: Setup, state: TrainState, micro: list[Batch]) -> Step:
     """One optimiser step over all microbatches, in place. Nothing is copied to the host.
 
     The loss is the sum of squared errors of all microbatches over their number of elements, so unequal
-    microbatches weigh by their tokens. Gradients accumulate in the dtype of the masters.
+    microbatches weigh by their tokens.
     """
     training = setup.recipe.training
     elements = sum(batch.latents.numel() for batch in micro)
     losses, sigmas, first = [], [], 0
+    grads: Params = {}
     for batch in micro:
         errors, sigma = microbatch_loss(setup, state, batch, first)
         (errors.sum() / elements).backward()
+        add_gradients(grads, state.params)
         losses.append(errors.detach() / batch.latents[0].numel())
         sigmas.append(sigma)
         first += len(batch.names)
-    grads = {k: p.grad for k, p in state.params.items()}
     norm = optim.clip_(grads, setup.recipe.callbacks.grad_clip.max_grad_norm)
     o = training.optimizer
     opt = optim.AdamW(o.betas, o.eps, o.weight_decay, o.fused)
@@ -159,14 +170,14 @@ def train_row(setup: Setup, step: Step, lr: float, number: int, seconds: float) 
         "mfu": None if peak is None else step.flops / seconds / peak,
         "peak_memory_bytes": devices.memory_stats(setup.device)["peak_bytes"],
     }
-    if step.grad_norm is not None and setup.recipe.callbacks.grad_clip.log_grad_norms:
+    if setup.recipe.callbacks.grad_clip.log_grad_norms:
         row["grad_norm"] = float(step.grad_norm)
     return row
 
 
 def check_finite(step: Step, number: int, last: Path | None) -> None:
     """Stops the run at a loss or gradient norm that is not finite; nothing is saved after it."""
-    norm = 0.0 if step.grad_norm is None else float(step.grad_norm)
+    norm = float(step.grad_norm)
     if math.isfinite(float(step.loss)) and math.isfinite(norm):
         return
     bad = [n for n, x in zip(step.names, step.losses.tolist(), strict=True) if not math.isfinite(x)]
@@ -199,8 +210,8 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def memory_report(setup: Setup, state: TrainState) -> Iterator[None]:
-    """Turns an out-of-memory error into one that says what the state takes and where the snapshot is."""
+def resource_faults(setup: Setup, state: TrainState) -> Iterator[None]:
+    """Turns a full disk into a UserError, and too little memory into one that says what the state takes."""
     folder = Path(setup.recipe.training.checkpoint.output_dir)
     compat.record_memory(setup.device)
     try:
@@ -214,39 +225,39 @@ def memory_report(setup: Setup, state: TrainState) -> Iterator[None]:
             "enable_gradient_checkpointing_type: full, or with enable_torch_compile lower activation_memory_budget. "
             f"Snapshot for pytorch.org/memory_viz: {path}. ({str(error).splitlines()[0]})"
         ) from None
+    except OSError as error:
+        raise UserError(f"{folder}: after step {state.step}: {error}; complete checkpoints are untouched") from error
 
 
-class Profiler:
-    """Traces the optimiser steps that the recipe names into `trace.json`."""
+@contextlib.contextmanager
+def traces(setup: Setup, log: Callable[[str], None]) -> Iterator[Callable[[int], contextlib.AbstractContextManager]]:
+    """Yields `traced(step)`, to wrap each optimiser step (0-based) in: those that the recipe names are traced.
 
-    def __init__(self, setup: Setup):
-        self.want = setup.recipe.training.profile
-        self.path = Path(setup.recipe.training.checkpoint.output_dir) / "trace.json"
-        self.active = None
+    `trace.json` is written after the last of them, or when the run ends before it.
+    """
+    want, active = setup.recipe.training.profile, []
+    path = Path(setup.recipe.training.checkpoint.output_dir) / "trace.json"
 
-    def before(self, step: int) -> None:
-        """Starts the trace at its first step (0-based)."""
-        if self.want is not None and step == self.want.start:
-            self.active = torch.profiler.profile()
-            self.active.start()
+    def finish() -> None:
+        if active:
+            profile = active.pop()
+            profile.stop()
+            profile.export_chrome_trace(str(path))
+            log(f"trace: {path}")
 
-    def after(self, done: int, last: bool) -> Path | None:
-        """Writes the trace after its last step, or when the run ends; returns its path then."""
-        if self.active is None or not (last or done >= self.want.start + self.want.steps):
-            return None
-        self.active.stop()
-        self.active.export_chrome_trace(str(self.path))
-        self.active = None
-        return self.path
+    @contextlib.contextmanager
+    def traced(step: int) -> Iterator[None]:
+        if want is not None and step == want.start:
+            active.append(torch.profiler.profile())
+            active[0].start()
+        yield
+        if want is not None and step + 1 >= want.start + want.steps:
+            finish()
 
-
-def record_of(setup: Setup) -> dict:
-    """What checkpoints of this run note; a resuming run compares it."""
-    return {
-        **setup.record(),
-        "data": {"samples": len(setup.dataset), "train_batch_size": setup.recipe.training.data.train_batch_size},
-        "threads": torch.get_num_threads(),
-    }
+    try:
+        yield traced
+    finally:
+        finish()
 
 
 def resume(setup: Setup, state: TrainState, log) -> Path | None:
@@ -254,19 +265,14 @@ def resume(setup: Setup, state: TrainState, log) -> Path | None:
     asked = setup.recipe.training.checkpoint
     if asked.resume_from_checkpoint is None:
         return None
-    folder = states.find(asked.output_dir, asked.resume_from_checkpoint)
-    saved, ours = states.read_record(folder), record_of(setup)
-    if not asked.weights_only and saved["data"] != ours["data"]:
-        raise UserError(
-            f"{folder}: its data position belongs to {saved['data']}, this run has {ours['data']}; "
-            "use the same data, or weights_only: true"
-        )
+    folder, ours = states.find(asked.output_dir, asked.resume_from_checkpoint), setup.record()
     states.load_into(state, folder, ours, weights_only=asked.weights_only)
     if asked.weights_only:
         state.step = states.step_of(folder)
         state.position = state.step * setup.recipe.training.loop.gradient_accumulation_steps
-    if saved["threads"] != ours["threads"] and setup.device.type == "cpu":
-        log(f"note: {ours['threads']} threads, the checkpoint was made with {saved['threads']}: losses agree, not to the last bit")
+    threads = states.read_record(folder)["threads"]
+    if threads != ours["threads"] and setup.device.type == "cpu":
+        log(f"note: made with {threads} threads, now {ours['threads']}: losses agree, but not to the last bit")
     log(f"resumed from {folder} at step {state.step}")
     return folder
 
@@ -290,11 +296,11 @@ def train(recipe: Recipe) -> metrics.Summary:
     save_config(recipe, out / "config.yaml")
     metrics.drop_after(out / "metrics.jsonl", state.step)
     write_setup_row(setup, state, out, time.perf_counter() - started)
-    with stop_requests() as stop, memory_report(setup, state):
-        stopped = run_steps(setup, state, prompts, last, out, stop)
+    with stop_requests() as stop, resource_faults(setup, state):
+        run_steps(setup, state, prompts, last, out, stop)
     summary = metrics.summary(metrics.read_rows(out / "metrics.jsonl"))
     print(metrics.summary_text(summary), flush=True)
-    if stopped:
+    if stop:
         raise SystemExit(128 + stop[0])
     return summary
 
@@ -303,8 +309,9 @@ def write_setup_row(setup: Setup, state: TrainState, out: Path, seconds: float) 
     """The first row of a run, and the same on the terminal."""
     training = setup.recipe.training
     batch = training.data.train_batch_size * training.loop.gradient_accumulation_steps
+    dtype = str(setup.compute).removeprefix("torch.")
     print(
-        f"{num_params(state.params) / 1e6:,.1f} M parameters on {setup.device} in {str(setup.compute).removeprefix('torch.')}, "
+        f"{num_params(state.params) / 1e6:,.1f} M parameters on {setup.device} in {dtype}, "
         f"{len(setup.dataset)} samples, effective batch {batch}, output {out}",
         flush=True,
     )
@@ -321,42 +328,60 @@ def write_setup_row(setup: Setup, state: TrainState, out: Path, seconds: float) 
     )
 
 
-def run_steps(setup, state, prompts: list[Prompt], last: Path | None, out: Path, stop: list[int]) -> bool:
-    """The loop. Returns True when it ended early because of a signal (after saving)."""
+def run_steps(setup, state, prompts: list[Prompt], last: Path | None, out: Path, stop: list[int]) -> None:
+    """The loop: ends after the last step, or after the step during which a signal came; always saves its end.
+
+    Saving comes before validation, which may take long and which a resuming run makes up for.
+    """
     recipe, total = setup.recipe, setup.recipe.training.loop.max_train_steps
-    data = batches(
-        setup.dataset,
-        key=keys.fold_in(state.key, "data"),
-        batch_size=recipe.training.data.train_batch_size,
-        start=state.position,
-        num_workers=recipe.training.data.dataloader_num_workers,
-    )
-    profiler = Profiler(setup)
-    with metrics.progress(total, state.step) as display:
-        if prompts and recipe.callbacks.validation.validate_at_start and state.step == 0:
-            timed(out, "validate", state, lambda: validate(setup, state, prompts, display.log))
-        while state.step < total and not stop:
-            profiler.before(state.step)
+    accumulation = recipe.training.loop.gradient_accumulation_steps
+    with contextlib.ExitStack() as stack:
+        display = stack.enter_context(metrics.progress(total, state.step))
+        traced = stack.enter_context(traces(setup, display.log))
+        data = stack.enter_context(stream(setup, state))
+        while not stop:
+            if prompts and validation_owed(setup, state, out):
+                timed(out, "validate", state, lambda: validate(setup, state, prompts, display.log))
+                loss_plot(metrics.read_rows(out / "metrics.jsonl"), out / "loss.png", title=out.name)
+            if stop or state.step >= total:
+                break
             start, lr = time.perf_counter(), rate_of(setup, state.step)
-            micro = [next(data) for _ in range(recipe.training.loop.gradient_accumulation_steps)]
-            step = train_step(setup, state, micro)
+            with traced(state.step):
+                step = train_step(setup, state, [next(data) for _ in range(accumulation)])
             check_finite(step, state.step, last)
             row = train_row(setup, step, lr, state.step, time.perf_counter() - start)
             display.update(metrics.append_row(out / "metrics.jsonl", "train", **row))
-            if (trace := profiler.after(state.step, state.step == total)) is not None:
-                display.log(f"trace: {trace}")
-            if due(recipe.training.checkpoint.training_state_checkpointing_steps, state.step) and state.step < total:
+            if due(recipe.training.checkpoint.training_state_checkpointing_steps, state.step) or state.step == total:
                 last = save_now(setup, state, out, display.log)
-            if prompts and (due(recipe.callbacks.validation.every_steps, state.step) or state.step == total):
-                timed(out, "validate", state, lambda: validate(setup, state, prompts, display.log))
-                loss_plot(metrics.read_rows(out / "metrics.jsonl"), out / "loss.png", title=out.name)
-        if last is None or states.step_of(last) != state.step:
+        if not states.folder_of(out, state.step).is_dir():
             save_now(setup, state, out, display.log)
         loss_plot(metrics.read_rows(out / "metrics.jsonl"), out / "loss.png", title=out.name)
         if stop:
             display.log(f"stopped by {signal.Signals(stop[0]).name} after step {state.step}; continue with "
                         "--training.checkpoint.resume_from_checkpoint latest")  # fmt: skip
-    return bool(stop) and state.step < total
+
+
+def stream(setup: Setup, state: TrainState) -> contextlib.closing:
+    """The batches from the state's data position on; closing it ends their worker processes."""
+    data = setup.recipe.training.data
+    return contextlib.closing(
+        batches(
+            setup.dataset,
+            key=keys.fold_in(state.key, "data"),
+            batch_size=data.train_batch_size,
+            start=state.position,
+            num_workers=data.dataloader_num_workers,
+        )
+    )
+
+
+def validation_owed(setup: Setup, state: TrainState, out: Path) -> bool:
+    """Whether a validation is due at this step and metrics.jsonl has none (a run may have been stopped before it)."""
+    v, step = setup.recipe.callbacks.validation, state.step
+    last = setup.recipe.training.loop.max_train_steps
+    wanted = v.validate_at_start if step == 0 else due(v.every_steps, step) or step >= last
+    rows = metrics.read_rows(out / "metrics.jsonl") if wanted else []
+    return wanted and not any(row["phase"] == "validate" and row["step"] == step for row in rows)
 
 
 def due(every: int, step: int) -> bool:
@@ -367,7 +392,7 @@ def due(every: int, step: int) -> bool:
 def save_now(setup: Setup, state: TrainState, out: Path, log) -> Path:
     """Saves a checkpoint and notes it."""
     keep = setup.recipe.training.checkpoint.checkpoints_total_limit
-    path = timed(out, "save", state, lambda: states.save(out, state, record_of(setup), keep=keep))
+    path = timed(out, "save", state, lambda: states.save(out, state, setup.record(), keep=keep))
     log(f"saved {path}")
     return path
 

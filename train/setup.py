@@ -1,6 +1,7 @@
 """From a recipe to everything a run needs, with every fault found before the first expensive step."""
 
 import dataclasses
+import hashlib
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -10,26 +11,29 @@ from torch import Tensor
 
 from core import devices, keys, specs
 from core.errors import UserError, nearest_names, raise_faults
-from core.geometry import check_geometry
+from core.files import check_target
+from core.geometry import nearest_valid
 from core.rules import cast
 from core.scan import compiled, recompute, scan
 from core.transforms import apply
 from core.trees import Params
 from infer.folder import Defaults, TextEncoder, Vae, load_text_encoder, load_vae
-from kernels import Attention
+from kernels import Attention, explain_attention
 from nn import wan
 from nn.config_files import parse_config
 from nn.run import Run
 from nn.wan_formats import open_transformer, to_json
-from train.config import Recipe, Wan
-from train.data import Dataset, check_latents, check_text, common_shape, first_fps, open_dataset
-from train.optim import adamw_init
+from nn.wan_inputs import check_latent_shape
+from train import state as states
+from train.config import Data, Recipe, Wan
+from train.data import Dataset, check_latents, check_text, common_shape, first_fps, open_dataset, where
+from train.optim import FUSED_DEVICES, adamw_init
+from train.precision import FLOATS
 from train.rows import row_type
 from train.sft import Objective
 from train.state import TrainState
 
 VAE_STRIDES = (8, 4)  # pixels and frames per latent of Wan 2.1, where the data set's VAE is not known
-FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,6 +60,7 @@ class Setup:
     run: Run
     empty: Tensor
     defaults: Defaults
+    fingerprint: str  # of the data
 
     @property
     def text_length(self) -> int:
@@ -63,13 +68,19 @@ class Setup:
         return self.empty.shape[0]
 
     def record(self) -> dict[str, Any]:
-        """What a checkpoint notes beside the tensors."""
+        """What a checkpoint notes beside the tensors: for the export, and for a resuming run to compare."""
         folder = lambda p: None if p is None else str(p.resolve())  # noqa: E731
         return {
             "config": to_json(self.cfg),
             "sampling": dataclasses.asdict(self.defaults),
             "vae": folder(self.components.vae_folder),
             "text_encoder": folder(self.components.text_folder),
+            "data": {
+                "samples": len(self.dataset),
+                "train_batch_size": self.recipe.training.data.train_batch_size,
+                "fingerprint": self.fingerprint,
+            },
+            "threads": torch.get_num_threads(),
         }
 
 
@@ -106,6 +117,18 @@ def starting_params(role: Wan, cfg: wan.WanConfig, seed: int, dtype: torch.dtype
         return {k: v.to(device) for k, v in apply(tree, cast(dtype, keep_fp32=keep)(specs.specs_of(tree))).items()}
     tree, _ = open_transformer(Path(role.init_from) / "transformer")
     return apply(tree, cast(dtype, keep_fp32=keep)(tree.specs)).read(device=device)
+
+
+def check_kernels(recipe: Recipe, cfg: wan.WanConfig, device: torch.device, compute: torch.dtype) -> None:
+    """Refuses an attention backend or an optimiser kernel that was asked for and that this device cannot run."""
+    faults, backend = [], recipe.models.student.attention_backend
+    if backend != "auto":
+        q = torch.empty(1, 1, cfg.num_attention_heads, cfg.attention_head_dim, dtype=compute, device=device)
+        if (reason := explain_attention(q)[backend]) != "usable":
+            faults.append(f"models.student.attention_backend: {backend} cannot run here: {reason}")
+    if recipe.training.optimizer.fused and device.type not in FUSED_DEVICES:
+        faults.append(f"training.optimizer.fused: there is no fused AdamW on {device.type}; use null or false")
+    raise_faults("kernels that cannot be used", faults)
 
 
 def layers_run(recipe: Recipe) -> Run:
@@ -190,27 +213,60 @@ def empty_caption(recipe: Recipe, cfg: wan.WanConfig, text: TextEncoder | None) 
     return empty
 
 
-def expected_latents(recipe: Recipe, cfg: wan.WanConfig, vae: Vae | None) -> tuple[int | None, ...]:
-    """`(C, t, h, w)` of the latents that `training.data` asks for; None for what it leaves to the data."""
-    data = recipe.training.data
-    spatial, temporal = VAE_STRIDES if vae is None else (vae.spatial, vae.temporal)
+def strides(vae: Vae | None) -> tuple[int, int]:
+    """Pixels and frames per latent."""
+    return VAE_STRIDES if vae is None else (vae.spatial, vae.temporal)
+
+
+def expected_latents(data: Data, channels: int, vae: Vae | None) -> tuple[int | None, ...]:
+    """`(C, t, h, w)` of the latents that `training.data` asks for; None for what it leaves to the data.
+
+    Raises:
+        UserError: a height or width that no latents have, with the nearest valid ones.
+    """
+    spatial, temporal = strides(vae)
     frames = data.num_latent_t
     if frames is None and data.num_frames is not None:
         frames = (data.num_frames - 1) // temporal + 1
-    sizes = [None if n is None else n // spatial for n in (data.num_height, data.num_width)]
-    return (cfg.out_channels, frames, *sizes)
+    sizes, faults = {"num_height": data.num_height, "num_width": data.num_width}, []
+    for k, n in sizes.items():
+        if n is not None and n % spatial:
+            near = " or ".join(map(str, nearest_valid(n, spatial)))
+            faults.append(f"training.data.{k} is {n}, expected a multiple of {spatial}: nearest valid {near}")
+    raise_faults("sizes that the autoencoder cannot hold", faults)
+    return (channels, frames, *(None if n is None else n // spatial for n in sizes.values()))
 
 
-def sampling_defaults(recipe: Recipe, dataset: Dataset, vae: Vae | None) -> Defaults:
-    """Geometry and rate of the data's most common shape, and validation's way of sampling: what an export notes."""
+def check_data(recipe: Recipe, cfg: wan.WanConfig, dataset: Dataset, vae: Vae | None) -> None:
+    """Refuses data that do not fit the model or the sizes that `training.data` asks for, naming file and row."""
+    expected = expected_latents(recipe.training.data, cfg.out_channels, vae)
+    check_latents(dataset, cfg.out_channels, cfg.patch_size, expected)
+    first = [where(dataset, int((dataset.buckets == i).argmax())) for i in range(len(dataset.shapes))]
+    faults = [f"{row}: {f}" for row, s in zip(first, dataset.shapes, strict=True) for f in check_latent_shape(cfg, s)]
+    raise_faults("latents that do not fit the model", faults)
+    check_text(dataset, cfg.text_dim)
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """Changes when samples, their order, shapes or repeats do, or a file's size; not when the files are moved."""
+    digest = hashlib.blake2b(repr((dataset.row_type.name, dataset.shapes)).encode(), digest_size=8)
+    for file in dataset.files:
+        digest.update(repr((file.path.stat().st_size, file.bounds)).encode())
+    digest.update(dataset.places.tobytes() + dataset.buckets.tobytes())
+    return digest.hexdigest()
+
+
+def sampling_defaults(recipe: Recipe, dataset: Dataset, vae: Vae | None, text_length: int) -> Defaults:
+    """What an export notes: geometry and rate of the data's most common shape, text length, validation's sampling."""
     _, t, h, w = common_shape(dataset)
-    spatial, temporal = VAE_STRIDES if vae is None else (vae.spatial, vae.temporal)
+    spatial, temporal = strides(vae)
     validation = recipe.callbacks.validation
     noted = Defaults(
         num_frames=temporal * (t - 1) + 1,
         height=h * spatial,
         width=w * spatial,
         fps=first_fps(dataset),
+        text_length=text_length,
         flow_shift=recipe.pipeline.flow_shift,
     )
     if validation is None:
@@ -227,15 +283,29 @@ def sampling_defaults(recipe: Recipe, dataset: Dataset, vae: Vae | None) -> Defa
 
 
 def check_output_dir(recipe: Recipe) -> None:
-    """Refuses an output folder that holds another run, unless this one resumes from a checkpoint in it."""
+    """Refuses an output folder that cannot be written, or that holds anything but the past of this run.
+
+    Its past is what led to the checkpoint to resume from: later checkpoints in the folder belong to another
+    course of the run, and `latest` and the limit on checkpoints would mix the two.
+    """
     checkpoint = recipe.training.checkpoint
     folder, asked = Path(checkpoint.output_dir), checkpoint.resume_from_checkpoint
+    check_target(folder / "config.yaml")
+    source = None if asked is None else states.find(folder, asked)
     holds = [n for n in ("config.yaml", "metrics.jsonl", "checkpoints") if (folder / n).exists()]
-    ours = asked == "latest" or (asked is not None and Path(asked).resolve().parent.parent == folder.resolve())
-    if holds and not ours:
+    found = states.checkpoints(folder)
+    if source is not None and source.resolve().parent.parent == folder.resolve():
+        later = [p.name for p in found if states.step_of(p) > states.step_of(source)]
+        if later:
+            raise UserError(
+                f"training.checkpoint.output_dir: {folder} holds later checkpoints than {source.name}: "
+                f"{', '.join(later)}; move them away, or choose another folder"
+            )
+    elif holds:
+        go_on = "continue it with --training.checkpoint.resume_from_checkpoint latest"
         raise UserError(
             f"training.checkpoint.output_dir: {folder} already holds a run ({', '.join(holds)}); choose another "
-            "folder, or continue it with --training.checkpoint.resume_from_checkpoint latest"
+            f"folder, or {go_on if found else 'remove this one, which has no checkpoint'}"
         )
 
 
@@ -254,10 +324,12 @@ def prepare(recipe: Recipe) -> Setup:
         )
     dataset = open_dataset(_plain(training.data.data_path), row_type(training.data.preprocessed_data_type))
     components = find_components(recipe)
-    check_latents(dataset, cfg.out_channels, cfg.patch_size, expected_latents(recipe, cfg, components.vae))
-    check_text(dataset, cfg.text_dim)
-    compute = devices.default_compute_dtype(device) if training.compute_dtype is None else FLOATS[training.compute_dtype]
-    setup = Setup(
+    check_data(recipe, cfg, dataset, components.vae)
+    asked = training.compute_dtype
+    compute = devices.default_compute_dtype(device) if asked is None else FLOATS[asked]
+    check_kernels(recipe, cfg, device, compute)
+    empty = empty_caption(recipe, cfg, components.text)
+    return Setup(
         recipe=recipe,
         device=device,
         compute=compute,
@@ -266,11 +338,10 @@ def prepare(recipe: Recipe) -> Setup:
         components=components,
         objective=objective_of(recipe),
         run=layers_run(recipe),
-        empty=empty_caption(recipe, cfg, components.text),
-        defaults=sampling_defaults(recipe, dataset, components.vae),
+        empty=empty,
+        defaults=sampling_defaults(recipe, dataset, components.vae, empty.shape[0]),
+        fingerprint=fingerprint(dataset),
     )
-    check_validation_geometry(setup)
-    return setup
 
 
 def objective_of(recipe: Recipe) -> Objective:
@@ -285,15 +356,6 @@ def objective_of(recipe: Recipe) -> Objective:
         precondition_outputs=model.precondition_outputs,
         caption_dropout=recipe.training.data.training_cfg_rate,
     )
-
-
-def check_validation_geometry(setup: Setup) -> None:
-    """Refuses sizes in `callbacks.validation` that the VAE and the patches cannot hold."""
-    v, vae = setup.recipe.callbacks.validation, setup.components.vae
-    if v is not None:
-        size = {k: getattr(v, k) if getattr(v, k) is not None else getattr(setup.defaults, k)
-                for k in ("num_frames", "height", "width")}  # fmt: skip
-        check_geometry(**size, temporal=vae.temporal, spatial=vae.spatial * setup.cfg.patch_size[1])
 
 
 def _plain(data_path: Any) -> Any:

@@ -84,7 +84,8 @@ def training_inputs(
         clean: latents `[B, C, T, H, W]`. text: `[B, L, D]`. empty: `[L, D]`, the empty caption.
     """
     text = torch.where(draws.dropped[:, None, None], empty, text)
-    return model_inputs(cfg, noised(clean, draws.noise, draws.sigma), timestep_of(draws.sigma), {"text": text}, dtype=dtype)
+    noisy = noised(clean, draws.noise, draws.sigma)
+    return model_inputs(cfg, noisy, timestep_of(draws.sigma), {"text": text}, dtype=dtype)
 
 
 def sample_errors(objective: Objective, velocity: Tensor, clean: Tensor, draws: Draws) -> Tensor:

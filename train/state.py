@@ -107,16 +107,28 @@ def find(output_dir: str | Path, which: str) -> Path:
         return folder
     found = checkpoints(output_dir)
     if not found:
-        raise UserError(f"training.checkpoint.resume_from_checkpoint: no checkpoint in {Path(output_dir) / 'checkpoints'}")
+        parent = Path(output_dir) / "checkpoints"
+        raise UserError(f"training.checkpoint.resume_from_checkpoint: no checkpoint in {parent}")
     return found[-1]
 
 
 def read_record(folder: Path) -> dict[str, Any]:
     """`checkpoint.json`. Raises UserError for a newer schema."""
     record = read_json(folder / RECORD)
-    if record.get("schema_version") != SCHEMA_VERSION:
-        raise UserError(f"{folder / RECORD}: schema_version {record.get('schema_version')!r}, this version reads {SCHEMA_VERSION}")
+    version = record.get("schema_version") if isinstance(record, dict) else None
+    if version != SCHEMA_VERSION:
+        raise UserError(f"{folder / RECORD}: schema_version {version!r}, this version reads {SCHEMA_VERSION}")
     return record
+
+
+def differences(saved: Mapping[str, Any], ours: Mapping[str, Any], section: str) -> list[str]:
+    """What a checkpoint notes otherwise than this run, key by key."""
+    a, b = saved[section], ours[section]
+    return [
+        f"{section}.{k}: the checkpoint has {a.get(k)!r}, this run {b.get(k)!r}"
+        for k in dict.fromkeys([*a, *b])
+        if a.get(k) != b.get(k)
+    ]
 
 
 @torch.no_grad()
@@ -124,21 +136,18 @@ def load_into(state: TrainState, folder: Path, record: Mapping[str, Any], *, wei
     """Fills `state` in place from a checkpoint.
 
     Args:
-        record: of the run that resumes; its `config` must be the checkpoint's.
-        weights_only: take params (and EMA where both have one) and leave step, data position and
-            optimiser as they start.
+        record: of the run that resumes; its `config` must be the checkpoint's, and its `data` too, since the
+            data position belongs to them.
+        weights_only: take params and the EMA (without one in the checkpoint it starts anew from the params),
+            and leave step, data position and optimiser as they start.
 
     Raises:
-        UserError: another model, damaged or missing files, keys or shapes that differ: all in one message,
-            before `state` is touched.
+        UserError: another model, data or seed, damaged or missing files, keys or shapes that differ: all in
+            one message, before `state` is touched.
     """
-    saved, faults = read_record(folder), []
-    if saved["config"] != record["config"]:
-        faults += [
-            f"config.{k}: the checkpoint has {saved['config'].get(k)!r}, this run {v!r}"
-            for k, v in record["config"].items()
-            if saved["config"].get(k) != v
-        ]
+    saved = read_record(folder)
+    faults = differences(saved, record, "config")
+    faults += [] if weights_only else differences(saved, record, "data")
     wanted = groups(state)
     if weights_only:
         wanted = {k: v for k, v in wanted.items() if k == "params" or (k == "ema" and (folder / k).is_dir())}
@@ -153,13 +162,17 @@ def load_into(state: TrainState, folder: Path, record: Mapping[str, Any], *, wei
     scalars = None
     if not weights_only:
         try:
-            scalars = open_checkpoint(folder / SCALARS).read()
+            scalars = open_checkpoint(folder / SCALARS).read(["step", "position", "key"])
+            if keys.from_tensor(scalars["key"]) != state.key:
+                faults.append("training.data.seed: the checkpoint was made with another seed")
         except UserError as error:
             faults.append(str(error))
     raise_faults(f"{folder}: this checkpoint cannot be resumed (weights_only: true needs only params/)", faults)
     for name, tree in wanted.items():
         for k, leaf in tree.items():
             leaf.copy_(trees[name][k].read())
+    if state.ema is not None and "ema" not in wanted:
+        for k, leaf in state.ema.items():
+            leaf.copy_(state.params[k])
     if scalars is not None:
         state.step, state.position = int(scalars["step"]), int(scalars["position"])
-        state.key = keys.from_tensor(scalars["key"])

@@ -7,12 +7,13 @@ from typing import Any
 
 import torch
 
-from core.errors import raise_faults
+from core.errors import UserError, raise_faults
 from core.files import read_json
-from core.geometry import check_geometry
-from infer.folder import Pipeline
-from infer.generate import Sampling, encode_prompts, text_to_video
+from core.trees import Params
+from infer.folder import Pipeline, TextEncoder
+from infer.generate import Sampling, check_sampling, encode_prompts, text_to_video
 from infer.media import contact_sheet, write_video
+from infer.samplers import SAMPLERS
 from infer.schedules import is_int
 from nn.run import Run
 from train.config import Validation
@@ -44,7 +45,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
     data = read_json(path)
     rows = data.get("data") if isinstance(data, dict) else None
     if not isinstance(rows, list) or not rows:
-        raise_faults(f"{path}: not a prompt file", ['expected {"data": [{"caption": ...}, ...]} with at least one entry'])
+        raise UserError(f'{path}: no prompt file: expected {{"data": [{{"caption": ...}}, ...]}}, at least one entry')
     faults = [f"data[{i}]: {fault}" for i, row in enumerate(rows) for fault in _entry_faults(row)]
     raise_faults(f"{path}: prompts that cannot be used", faults)
     return [Prompt(**row) for row in rows]
@@ -61,6 +62,8 @@ def _entry_faults(row: Any) -> list[str]:
     for name in ("seed", "num_frames", "height", "width"):
         if name in row and not is_int(row[name]):
             faults.append(f"{name} is {row[name]!r}, expected an integer")
+    if is_int(row.get("seed")) and not -(2**63) <= row["seed"] < 2**63:
+        faults.append(f"seed is {row['seed']}, expected an integer of 64 bits")
     return faults
 
 
@@ -82,24 +85,39 @@ def sampling_for(setup: Setup, prompt: Prompt, steps: int) -> Sampling:
 
 
 def check_prompts(setup: Setup) -> list[Prompt]:
-    """The prompts of the recipe's validation; every size is checked. None configured: an empty list."""
+    """The prompts of the recipe's validation, each tried against what sampling refuses. None configured: no prompts.
+
+    Raises:
+        UserError: one message with every entry whose size (its own, the recipe's or the data's) or models
+            cannot be sampled.
+    """
     v = setup.recipe.callbacks.validation
     if v is None:
         return []
-    prompts, spatial = read_prompts(v.dataset_file), setup.components.vae.spatial * setup.cfg.patch_size[1]
-    for prompt in prompts:
-        s = sampling_for(setup, prompt, 1)
-        check_geometry(s.num_frames, s.height, s.width, temporal=setup.components.vae.temporal, spatial=spatial)
+    prompts, pipe, faults = read_prompts(v.dataset_file), pipeline_of(setup, {}), []
+    for steps in v.sampling_steps:
+        SAMPLERS[v.sampler].schedule(steps, setup.recipe.pipeline.flow_shift)
+    for i, prompt in enumerate(prompts):
+        try:
+            check_sampling(pipe, sampling_for(setup, prompt, v.sampling_steps[0]))
+        except UserError as error:
+            faults.append(f"data[{i}]: {error}")
+    raise_faults(f"callbacks.validation: prompts of {v.dataset_file} that cannot be sampled", faults)
     return prompts
+
+
+def pipeline_of(setup: Setup, params: Params) -> Pipeline:
+    """Weights as a pipeline with the run's models around them; captions are cut and padded as in training."""
+    embed, length = setup.components.text.embed, setup.text_length
+    text = TextEncoder(lambda prompts: [e[:length] for e in embed(prompts)], length)
+    return Pipeline(params, setup.cfg, setup.components.vae, text, setup.defaults, setup.device, setup.compute)
 
 
 def live_pipeline(setup: Setup, state: TrainState) -> Pipeline:
     """The run's current weights as a pipeline: the averaged ones when there are any and the recipe wants them."""
     use_ema = state.ema is not None and setup.recipe.callbacks.validation.use_ema
-    params = {k: p.detach() for k, p in (state.ema if use_ema else state.params).items()}
-    components = setup.components
-    text = dataclasses.replace(components.text, max_length=setup.text_length)
-    return Pipeline(params, setup.cfg, components.vae, text, setup.defaults, setup.device, setup.compute)
+    params = state.ema if use_ema else state.params
+    return pipeline_of(setup, {k: p.detach() for k, p in params.items()})
 
 
 @torch.no_grad()
@@ -120,7 +138,7 @@ def validate(setup: Setup, state: TrainState, prompts: list[Prompt], log: Callab
             (frames,) = text_to_video(pipe, sampling, text, negative, [prompt.seed], run=run)
             path = folder / f"step-{state.step:06d}-prompt{i}-{steps}steps.mp4"
             write_video(path, frames, fps)
-            rows.append((f"{prompt.caption} ({steps} steps)", frames))
+            rows.append((f"{prompt.caption} ({steps} step{'s' if steps > 1 else ''})", frames))
             paths.append(path)
     sheet = folder / f"step-{state.step:06d}.png"
     contact_sheet(rows, sheet, title=f"step {state.step}")

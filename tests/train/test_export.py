@@ -1,0 +1,165 @@
+"""Exports: equal in Diffusers, sampled by inference, and a bit-exact start of another run."""
+
+import json
+import shutil
+
+import pytest
+import torch
+
+from core import keys
+from core.checkpoint import open_checkpoint
+from core.errors import UserError
+from infer.folder import load_pipeline
+from infer.media import read_video
+from nn import wan
+from nn.wan_formats import open_transformer, to_json
+from train import state as states
+from train.export import export, main
+from train.setup import initial_state, prepare
+
+
+def stored(out, step, group="params"):
+    return open_checkpoint(states.folder_of(out, step) / group).read()
+
+
+def equal(a, b) -> bool:
+    return a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)
+
+
+@pytest.fixture(scope="module")
+def exported(finished, tmp_path_factory):
+    """The newest checkpoint of the finished run, exported from its output folder."""
+    out = tmp_path_factory.mktemp("exported") / "pipeline"
+    assert export(finished, out) == states.folder_of(finished, 8)
+    return out
+
+
+def test_diffusers_loads_it_and_computes_the_same(exported, monkeypatch):
+    from diffusers import WanTransformer3DModel
+
+    # Diffusers needs accelerate for models with float32 exceptions; all weights are float32 here.
+    monkeypatch.setattr(WanTransformer3DModel, "_keep_in_fp32_modules", None)
+    model = WanTransformer3DModel.from_pretrained(exported / "transformer", low_cpu_mem_usage=False).eval()
+    tree, cfg = open_transformer(exported / "transformer")
+    draw = lambda name, *shape: keys.normal(keys.fold_in(keys.key(1), name), shape)  # noqa: E731
+    latents, text, timestep = draw("x", 2, 4, 2, 4, 6), draw("c", 2, 6, 8), torch.tensor([17.0, 900.0])
+    with torch.no_grad():
+        theirs = model(latents, timestep, text, return_dict=False)[0]
+        ours = wan.forward(tree.read(), cfg, {"latents": latents, "timestep": timestep, "text": text})
+    # float32 with other orders of summation, two layers; outputs are of order 1.
+    torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
+    assert theirs.abs().max() > 0.01
+
+
+def test_the_folder_says_what_it_is(exported, finished):
+    tree, cfg = open_transformer(exported / "transformer")
+    assert equal(tree.read(), stored(finished, 8))
+    assert tree.metadata["model_type"] == "WanTransformer3DModel"
+    assert json.loads(tree.metadata["transforms"]) == ["cast float32"]
+    assert json.loads(tree.metadata["config"]) == to_json(cfg) and tree.metadata["format"] == "pt"
+    assert tree.metadata["schema_version"] == "1" and tree.metadata["project_version"]
+    assert json.loads((exported / "transformer" / "config.json").read_text()) == to_json(cfg)
+    index = json.loads((exported / "model_index.json").read_text())
+    assert index["transformer"] == ["diffusers", "WanTransformer3DModel"]
+    noted = index["_sampling"]
+    assert (noted["num_frames"], noted["height"], noted["width"], noted["fps"]) == (5, 32, 32, 8.0)
+    assert (noted["text_length"], noted["steps"], noted["guidance_scale"]) == (6, 1, 2.0)
+
+
+def test_the_average_is_exported_when_asked_for(finished, tmp_path):
+    export(states.folder_of(finished, 6), tmp_path / "ema", ema=True)
+    tree, _ = open_transformer(tmp_path / "ema" / "transformer")
+    assert equal(tree.read(), stored(finished, 6, "ema")) and not equal(tree.read(), stored(finished, 6))
+
+
+def test_bf16_keeps_tables_in_float32(finished, tmp_path):
+    export(finished, tmp_path / "out", dtype="bf16")
+    tree, cfg = open_transformer(tmp_path / "out" / "transformer")
+    specs_, weights, full = wan.param_specs(cfg), tree.read(), stored(finished, 8)
+    kept = {k for k, s in specs_.items() if s.keep_fp32}
+    assert {k for k, v in weights.items() if v.dtype == torch.float32} == kept != set()
+    assert any("scale_shift_table" in k for k in kept) and any("time_embedder" in k for k in kept)
+    assert all(torch.equal(v, full[k].to(v.dtype)) for k, v in weights.items())
+    assert any("bfloat16" in text for text in json.loads(tree.metadata["transforms"]))
+
+
+def test_another_run_starts_from_it_bit_for_bit(exported, recipe, finished, tmp_path):
+    """Without a vae/ and text_encoder/ beside the data, those of the export are used as well."""
+    made = recipe(tmp_path / "run", {"models.student.init_from": str(exported)})
+    student = made.models.student.model_copy(update={"config": {}})
+    made = made.model_copy(update={"models": made.models.model_copy(update={"student": student})})
+    setup = prepare(made)
+    state = initial_state(setup)
+    assert equal({k: p.detach() for k, p in state.params.items()}, stored(finished, 8))
+    assert equal(state.ema, stored(finished, 8)) and (state.step, state.position) == (0, 0)
+    assert all(p.requires_grad for p in state.params.values())
+
+
+def test_components_come_from_the_export_where_the_data_has_none(exported, recipe, write_set, tmp_path):
+    data = write_set(tmp_path / "set", [(4, 2, 4, 4)])
+    made = recipe(tmp_path / "run", {"models.student.init_from": str(exported), "training.data.data_path": str(data)})
+    student = made.models.student.model_copy(update={"config": {}})
+    setup = prepare(made.model_copy(update={"models": made.models.model_copy(update={"student": student})}))
+    assert setup.components.vae_folder == exported / "vae" and setup.components.text_folder == exported / "text_encoder"
+
+
+def test_it_samples_from_the_command_line_and_twice_the_same(exported, tmp_path):
+    from infer.__main__ import main as infer
+
+    asked = ["--model", str(exported), "--prompt", "clip number 1", "--device", "cpu", "--steps", "2", "--seed", "3"]
+    for name in ("a.mp4", "b.mp4"):
+        assert infer([*asked, "--output", str(tmp_path / name)]) == 0
+    a, b = (read_video(tmp_path / name) for name in ("a.mp4", "b.mp4"))
+    assert a.frames.shape == (5, 32, 32, 3) and torch.equal(a.frames, b.frames) and a.fps == 8
+
+
+def test_nothing_but_an_older_export_is_ever_replaced(finished, tmp_path, capsys):
+    out = tmp_path / "out"
+    out.mkdir()
+    export(finished, out)
+    before = {p: p.stat().st_mtime_ns for p in out.rglob("*")}
+    assert main([str(finished), "--output", str(out)]) == 2
+    assert "already holds a pipeline; choose another --output or give --overwrite" in capsys.readouterr().err
+    assert {p: p.stat().st_mtime_ns for p in out.rglob("*")} == before
+    assert main([str(finished), "--output", str(out), "--overwrite", "--ema"]) == 0
+    assert equal(open_transformer(out / "transformer")[0].read(), stored(finished, 8, "ema"))
+    (tmp_path / "precious").mkdir()
+    (tmp_path / "precious" / "thesis.txt").write_text("x")
+    for target in (tmp_path / "precious", tmp_path / "precious" / "thesis.txt"):
+        with pytest.raises(UserError, match="already exists and is no pipeline folder"):
+            export(finished, target, overwrite=True)
+    assert (tmp_path / "precious" / "thesis.txt").read_text() == "x"
+
+
+def test_what_cannot_be_exported_is_refused_before_anything_is_written(finished, recipe, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    last = states.folder_of(run, 8)
+    with pytest.raises(UserError, match="neither a checkpoint nor a run with checkpoints"):
+        export(tmp_path / "nowhere", tmp_path / "out")
+    shutil.rmtree(last / "ema")
+    with pytest.raises(UserError, match="no ema/ in this checkpoint .the run kept no average."):
+        export(run, tmp_path / "out", ema=True)
+    record = json.loads((last / states.RECORD).read_text())
+    (last / states.RECORD).write_text(json.dumps(record | {"vae": str(tmp_path / "gone")}))
+    with pytest.raises(UserError, match="models it was trained with are gone: vae: .*gone"):
+        export(run, tmp_path / "out")
+    (last / states.RECORD).write_text(json.dumps(record | {"config": record["config"] | {"ffn_dim": 48}}))
+    with pytest.raises(UserError, match="(?s)step-000008/params: .*ffn.net.*shape .*expected"):
+        export(run, tmp_path / "out")
+    weights = last / "params" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-1])
+    with pytest.raises(UserError, match="cut short"):
+        export(run, tmp_path / "out")
+    assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+
+
+def test_a_run_without_models_around_it_exports_the_transformer_alone(recipe, write_set, tmp_path):
+    from train.run import train
+
+    data = write_set(tmp_path / "set", [(4, 2, 4, 4)])
+    train(recipe(tmp_path / "run", {"training.data.data_path": str(data), "training.loop.max_train_steps": 1}))
+    export(tmp_path / "run", tmp_path / "out")
+    pipe = load_pipeline(tmp_path / "out", device=torch.device("cpu"), dtype=torch.float32)
+    assert pipe.vae is None and pipe.text is None and pipe.defaults.text_length == 512
+    assert equal(pipe.params, stored(tmp_path / "run", 1))

@@ -1,0 +1,119 @@
+"""Validation during training: which videos, of which weights, and what stays untouched."""
+
+import dataclasses
+
+import pytest
+import torch
+
+from infer.folder import load_pipeline
+from infer.generate import encode_prompts, text_to_video
+from infer.media import read_video
+from train import validate as validation_module
+from train.export import export
+from train.setup import initial_state, prepare
+from train.validate import Prompt, check_prompts, live_pipeline, sampling_for, validate
+
+
+@pytest.fixture
+def setup_of(recipe, validation, tmp_path):
+    """`setup_of(**changes of callbacks.validation)`."""
+    return lambda **changes: prepare(recipe(tmp_path / "run", {"callbacks.validation": validation | changes}))
+
+
+def test_a_video_per_prompt_and_number_of_steps_and_a_sheet_per_validation(finished):
+    names = {p.name for p in (finished / "samples").iterdir()}
+    expected = {f"step-{s:06d}.png" for s in (5, 8)}
+    expected |= {f"step-{s:06d}-prompt{i}-{n}steps.mp4" for s in (5, 8) for i in (0, 1) for n in (1, 2)}
+    assert names == expected
+    for step in (5, 8):
+        for i, size in ((0, (5, 32, 32, 3)), (1, (1, 16, 48, 3))):
+            for n in (1, 2):
+                video = read_video(finished / "samples" / f"step-{step:06d}-prompt{i}-{n}steps.mp4")
+                assert tuple(video.frames.shape) == size and video.fps == 8
+        assert (finished / "samples" / f"step-{step:06d}.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_videos_are_what_inference_makes_of_the_exported_average(finished, tmp_path, setup_of):
+    """Same weights, prompt, seed and size give the same file: compared after the codec, to the bit."""
+    setup = setup_of()
+    export(finished, tmp_path / "ema", ema=True)
+    export(finished, tmp_path / "params")
+    videos = {}
+    for name in ("ema", "params"):
+        pipe = load_pipeline(tmp_path / name, device=torch.device("cpu"), dtype=torch.float32)
+        prompt = Prompt("another", seed=5, num_frames=1, height=16, width=48)
+        text, negative = encode_prompts(pipe, [prompt.caption]), encode_prompts(pipe, [""])
+        (frames,) = text_to_video(pipe, sampling_for(setup, prompt, 2), text, negative, [prompt.seed])
+        validation_module.write_video(tmp_path / f"{name}.mp4", frames, 8)
+        videos[name] = read_video(tmp_path / f"{name}.mp4").frames
+    seen = read_video(finished / "samples" / "step-000008-prompt1-2steps.mp4").frames
+    assert torch.equal(seen, videos["ema"]) and not torch.equal(seen, videos["params"])
+
+
+def test_averaged_weights_are_used_when_there_are_any_and_asked_for(setup_of):
+    state = initial_state(setup_of())
+    for v in state.ema.values():
+        v.zero_()
+    for use_ema, with_ema, averaged in ((True, True, True), (False, True, False), (True, False, False)):
+        seen = live_pipeline(setup_of(use_ema=use_ema), dataclasses.replace(state, ema=state.ema if with_ema else None))
+        assert all(torch.equal(v, (state.ema if averaged else state.params)[k]) for k, v in seen.params.items())
+        assert not any(v.requires_grad for v in seen.params.values())
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_validation_leaves_the_state_and_torch_as_they_were(setup_of, monkeypatch, fails):
+    setup = setup_of(sampling_steps=[1])
+    state = initial_state(setup)
+    before = {k: p.detach().clone() for k, p in state.params.items()}
+    random_state = torch.get_rng_state()
+
+    def disk(*_):
+        raise OSError("No space left on device")
+
+    if fails:
+        monkeypatch.setattr(validation_module, "write_video", disk)
+        with pytest.raises(OSError, match="No space"):
+            validate(setup, state, check_prompts(setup), lambda line: None)
+    else:
+        lines = []
+        paths = validate(setup, state, check_prompts(setup), lines.append)
+        assert len(paths) == 2 and all(p.is_file() for p in paths) and "2 videos, contact sheet" in lines[0]
+    assert all(torch.equal(p, before[k]) and p.requires_grad and p.grad is None for k, p in state.params.items())
+    assert torch.is_grad_enabled() and torch.equal(torch.get_rng_state(), random_state)
+
+
+def test_the_seed_decides_a_sample_whatever_stands_beside_it(setup_of, monkeypatch):
+    setup, seen = setup_of(sampling_steps=[1]), {}
+    state = initial_state(setup)
+    monkeypatch.setattr(validation_module, "contact_sheet", lambda rows, *_, **__: None)
+    monkeypatch.setattr(validation_module, "write_video", lambda path, frames, fps: seen.update({path.name: frames}))
+    validate(setup, state, [Prompt("a", 1), Prompt("a", 2), Prompt("a", 1), Prompt("a")], lambda line: None)
+    a, b, again, default = seen.values()
+    assert torch.equal(a, again) and not torch.equal(a, b) and not torch.equal(a, default)
+
+
+def test_sizes_come_from_the_prompt_then_the_recipe_then_the_data(setup_of):
+    size = lambda s: (s.num_frames, s.height, s.width)  # noqa: E731
+    assert size(sampling_for(setup_of(), Prompt("x"), 1)) == (5, 32, 32)
+    setup = setup_of(height=48, num_frames=9)
+    assert size(sampling_for(setup, Prompt("x"), 1)) == (9, 48, 32)
+    assert size(sampling_for(setup, Prompt("x", width=16, height=16), 3)) == (9, 16, 16)
+    sampling = sampling_for(setup, Prompt("x"), 3)
+    assert (sampling.steps, sampling.sampler, sampling.flow_shift, sampling.guidance_scale) == (3, "unipc", 3.0, 2.0)
+
+
+def test_nothing_to_validate_without_the_callback(recipe, tmp_path):
+    assert check_prompts(prepare(recipe(tmp_path / "run"))) == []
+
+
+def test_validation_at_the_start_comes_before_the_first_step(recipe, validation, tmp_path):
+    from train import metrics
+    from train.run import train
+
+    out = tmp_path / "run"
+    changes = validation | {"validate_at_start": True, "sampling_steps": [1], "every_steps": 2}
+    train(recipe(out, {"callbacks.validation": changes, "training.loop.max_train_steps": 3}))
+    phases = [(row["phase"], row.get("step")) for row in metrics.read_rows(out / "metrics.jsonl")]
+    phases = [phase for phase in phases if phase[0] in ("train", "validate")]
+    assert phases == [("validate", 0), ("train", 1), ("train", 2), ("validate", 2), ("train", 3), ("validate", 3)]
+    assert (out / "samples" / "step-000000.png").is_file()
