@@ -5,7 +5,8 @@
 
 Forward, backward and AdamW on FP32 masters with BF16 compute, batch 1, 81x480x832 (32,760 tokens). The
 peer is the strongest setting that Diffusers offers for it: compiled blocks, fused AdamW, bf16 autocast. It
-is measured before and after ours, and its faster time counts, since a GPU slows down as it warms up. The ceiling is the model's arithmetic at 989 TFLOP/s (dense BF16 of an H100 or H200).
+is measured before and after ours, and its faster time counts, since a GPU slows down as it warms up. The
+ceiling is the model's arithmetic at 989 TFLOP/s (dense BF16 of an H100 or H200).
 """
 
 import argparse
@@ -200,7 +201,7 @@ def compare(results: dict, shape: str, tokens: int, floor: float | None) -> list
         value = lambda f: None if peer is None else f(peer)  # noqa: E731
         figures = [
             ("step time", "s", lambda m: m.seconds, True, floor),
-            ("tokens per second", "1/s", lambda m: tokens / m.seconds, False, None if floor is None else tokens / floor),
+            ("tokens per second", "1/s", lambda m: tokens / m.seconds, False, floor and tokens / floor),
             ("peak memory", "GiB", lambda m: m.peak_gib, True, None),
         ]
         if floor is not None:

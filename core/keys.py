@@ -2,8 +2,9 @@
 
 Numbers are drawn on the CPU in float32 from a generator seeded by the key, then moved and cast, so that
 they are equal on every device and mesh. The generator is numpy's Philox (Salmon et al. 2011), which takes
-all 128 bits of the key: PyTorch's CPU generator would keep 32 of them and let distinct keys collide. The hash is BLAKE2b (RFC 7693) with a 16-byte digest over the
-little-endian bytes of the key and of what is folded in.
+all 128 bits of the key: PyTorch's CPU generator would keep 32 of them and let distinct keys collide. The
+hash is BLAKE2b (RFC 7693) with a 16-byte digest over the little-endian bytes of the key and of what is
+folded in.
 """
 
 import hashlib

@@ -90,8 +90,11 @@ def _group(layers: Sequence[Layer], policy) -> Callable[..., Any]:
     def layer(block, carry, xs):
         if not torch.is_grad_enabled():
             return run(block, carry, xs)
-        # Blocks draw no random numbers, so no generator state is saved and restored.
-        return checkpoint(run, block, carry, xs, use_reentrant=False, preserve_rng_state=False, **extra)
+        # Blocks draw no random numbers, so no generator state is saved and restored. Stopping early would save
+        # nothing (a compiled block is one node) and be done by an exception thrown through compiled code.
+        return checkpoint(
+            run, block, carry, xs, use_reentrant=False, preserve_rng_state=False, early_stop=False, **extra
+        )
 
     return layer
 

@@ -1,6 +1,7 @@
 """Datasets over Parquet files, and batches that depend on nothing but the key and their position."""
 
 import dataclasses
+import signal
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -150,19 +151,22 @@ def check_latents(
     patch_size: tuple[int, int, int],
     expected_shape: Sequence[int | None] | None = None,
 ) -> None:
-    """Checks every latent shape `[C, T, H, W]` against the model: channels, patches, and a shape if given (None in it fits any).
+    """Checks every latent shape `[C, T, H, W]` against the model: channels, patches, and a shape if given.
+
+    None in `expected_shape` fits any size.
 
     Raises one UserError with the first file and row of every shape that does not fit.
     """
+    expected = (None,) * 4 if expected_shape is None else expected_shape
     faults = []
     for bucket, shape in enumerate(dataset.shapes):
         wrong = [] if shape[0] == expected_channels else [f"expected {expected_channels} channels"]
         for name, size, patch in zip("THW", shape[1:], patch_size, strict=True):
             if size % patch:
                 wrong.append(f"{name} = {size} is not a multiple of the patch size {patch}")
-        wanted = shape if expected_shape is None else [s if e is None else e for s, e in zip(shape, expected_shape, strict=True)]
-        if tuple(wanted) != shape:
-            wrong.append(f"expected {list(wanted)}")
+        wanted = [size if e is None else e for size, e in zip(shape, expected, strict=True)]
+        if wanted != list(shape):
+            wrong.append(f"expected {wanted}")
         if wrong:
             rows = np.flatnonzero(dataset.buckets == bucket)
             faults.append(f"{where(dataset, rows[0])}: latents {list(shape)} ({len(rows)} such): {'; '.join(wrong)}")
@@ -273,6 +277,12 @@ def _same(item):
     return item
 
 
+def _ignore_signals(worker: int) -> None:
+    """A signal to the whole process group is the main process's to answer: it ends the workers when it is done."""
+    for number in (signal.SIGTERM, signal.SIGINT):
+        signal.signal(number, signal.SIG_IGN)
+
+
 def _loaded(dataset: Dataset, plan: Iterable[list[int]], num_workers: int) -> Iterator[Batch]:
     # Its own generator: a DataLoader without one advances torch's global random state.
     loader = torch.utils.data.DataLoader(
@@ -281,6 +291,7 @@ def _loaded(dataset: Dataset, plan: Iterable[list[int]], num_workers: int) -> It
         batch_size=None,
         collate_fn=_same,
         num_workers=num_workers,
+        worker_init_fn=_ignore_signals,
         generator=torch.Generator(),
     )
     for item in loader:

@@ -2,11 +2,12 @@
 
 import argparse
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from core.checkpoint import open_checkpoint
-from core.errors import UserError
+from core.errors import UserError, raise_faults
 from core.rules import cast
 from core.specs import check
 from core.transforms import apply, history
@@ -39,8 +40,24 @@ def check_output(output: Path, overwrite: bool) -> None:
         raise UserError(f"{output}: already holds a pipeline; choose another --output or give --overwrite")
 
 
+def component_folders(folder: Path, record: Mapping[str, Any], given: Mapping[str, str | Path | None]) -> dict:
+    """The VAE's and text encoder's folders: those given, else those the checkpoint notes (None: it has none)."""
+    chosen = {k: record[k] if v is None else v for k, v in given.items()}
+    parts = {k: None if v is None else Path(v) for k, v in chosen.items()}
+    gone = [f"{k}: {p}; give --{k.replace('_', '-')}" for k, p in parts.items() if p is not None and not p.is_dir()]
+    raise_faults(f"{folder}: models it was trained with are not there", gone)
+    return parts
+
+
 def export(
-    source: str | Path, output: str | Path, *, ema: bool = False, dtype: str = "fp32", overwrite: bool = False
+    source: str | Path,
+    output: str | Path,
+    *,
+    ema: bool = False,
+    dtype: str = "fp32",
+    overwrite: bool = False,
+    vae: str | Path | None = None,
+    text_encoder: str | Path | None = None,
 ) -> Path:
     """Writes the weights of a checkpoint as a pipeline folder; leaves are read one shard at a time.
 
@@ -48,6 +65,7 @@ def export(
         source: a checkpoint folder, or a run's output folder (its newest checkpoint is taken).
         ema: the averaged weights instead of the trained ones.
         dtype: `fp32` or `bf16`; tables that stay in float32 do.
+        vae, text_encoder: their folders, where they are no longer where the run found them.
 
     Raises:
         UserError: before anything is written; a pipeline folder at `output` is replaced only with `overwrite`,
@@ -64,13 +82,10 @@ def export(
     tree, model_specs = open_checkpoint(folder / name), param_specs(cfg)
     check(tree, model_specs, what=str(folder / name))
     bound = cast(FLOATS[dtype], keep_fp32=lambda k: model_specs[k].keep_fp32)(tree.specs)
-    parts = {k: None if record[k] is None else Path(record[k]) for k in ("vae", "text_encoder")}
-    gone = [f"{k}: {p}" for k, p in parts.items() if p is not None and not p.is_dir()]
-    if gone:
-        raise UserError(f"{folder}: models it was trained with are gone: {', '.join(gone)}")
-    save_pipeline(
-        output, apply(tree, bound), cfg, Defaults(**record["sampling"]), **parts, transforms=history(bound)
-    )
+    parts = component_folders(folder, record, {"vae": vae, "text_encoder": text_encoder})
+    changed = any(bound.specs[k].dtype != leaf.dtype for k, leaf in tree.items())
+    transforms = history(bound) if changed else []
+    save_pipeline(output, apply(tree, bound), cfg, Defaults(**record["sampling"]), **parts, transforms=transforms)
     return folder
 
 
@@ -81,14 +96,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="Write a checkpoint as a pipeline folder that python -m infer samples from; its transformer/ "
         "loads in Diffusers.",
     )
-    p.add_argument("checkpoint", help="a checkpoint folder, or a run's output folder (its newest checkpoint)")
+    p.add_argument("source", metavar="CHECKPOINT", help="a checkpoint, or a run's folder (its newest checkpoint)")
     p.add_argument("--output", required=True, metavar="DIR", help="folder to create; it appears when all is done")
     p.add_argument("--ema", action="store_true", help="the averaged weights")
     p.add_argument("--dtype", choices=FLOATS, default="fp32", help="dtype of the weights (default: %(default)s)")
+    p.add_argument("--vae", metavar="DIR", help="the VAE's folder (default: where the run found it)")
+    p.add_argument("--text-encoder", metavar="DIR", help="the text encoder's folder (default: likewise)")
     p.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     args = p.parse_args(argv)
     try:
-        folder = export(args.checkpoint, args.output, ema=args.ema, dtype=args.dtype, overwrite=args.overwrite)
+        folder = export(**vars(args))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

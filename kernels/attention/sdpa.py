@@ -28,6 +28,8 @@ def sdpa(q, k, v, *, key_mask=None, lens=None, bias=None, causal=False, scale=No
     if bias is not None:
         bias = bias.to(q.dtype)
         mask = bias if mask is None else bias.masked_fill(~mask, -torch.inf)
+    # A branch, so that under dynamic shapes the comparison becomes a guard and not a symbolic argument.
+    grouped = {"enable_gqa": True} if q.shape[2] != k.shape[2] else {}
     call = lambda: F.scaled_dot_product_attention(  # noqa: E731
         q.transpose(1, 2),
         k.transpose(1, 2),
@@ -35,7 +37,7 @@ def sdpa(q, k, v, *, key_mask=None, lens=None, bias=None, causal=False, scale=No
         attn_mask=mask,
         is_causal=square,
         scale=scale,
-        enable_gqa=q.shape[2] != k.shape[2],
+        **grouped,
     )
     if backends is None:
         return call().transpose(1, 2)

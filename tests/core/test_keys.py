@@ -129,7 +129,8 @@ def test_draws_never_change():
     """Committed. Philox's bits are fixed for ever; the normal transform is numpy's, hence the tolerance."""
     k = keys.key(0)
     assert keys.uniform(k, (3,)).tolist() == [0.6513873338699341, 0.8984513878822327, 0.5633150935173035]
-    torch.testing.assert_close(keys.normal(k, (3,)), torch.tensor([1.3195244073867798, -0.6060052514076233, -0.7892577648162842]), atol=1e-6, rtol=0)
+    expected = torch.tensor([1.3195244, -0.6060053, -0.7892578])
+    torch.testing.assert_close(keys.normal(k, (3,)), expected, atol=1e-6, rtol=0)
     assert keys.permutation(k, 8) == [2, 6, 5, 1, 7, 4, 3, 0]
 
 

@@ -85,8 +85,9 @@ def test_other_dtypes(dtype, tolerance):
         num_attention_heads=2, attention_head_dim=12, ffn_dim=24, num_layers=2, in_channels=4, out_channels=4,
         text_dim=8, freq_dim=16,
     )  # fmt: skip
-    params = random_params(cfg, 0, torch.float64 if dtype == torch.float64 else torch.float32)
-    noisy, timestep, conditions = random_inputs(cfg, 1, dtype=torch.float64 if dtype == torch.float64 else torch.float32)
+    drawn = torch.float64 if dtype == torch.float64 else torch.float32
+    params = random_params(cfg, 0, drawn)
+    noisy, timestep, conditions = random_inputs(cfg, 1, dtype=drawn)
     inputs = model_inputs(cfg, noisy, timestep, conditions, dtype=dtype)
     model = diffusers_model(cfg, {k: v.float() for k, v in params.items()}).to(dtype)
     if dtype == torch.float64:

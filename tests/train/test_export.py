@@ -55,7 +55,7 @@ def test_the_folder_says_what_it_is(exported, finished):
     tree, cfg = open_transformer(exported / "transformer")
     assert equal(tree.read(), stored(finished, 8))
     assert tree.metadata["model_type"] == "WanTransformer3DModel"
-    assert json.loads(tree.metadata["transforms"]) == ["cast float32"]
+    assert json.loads(tree.metadata["transforms"]) == [], "nothing was changed"
     assert json.loads(tree.metadata["config"]) == to_json(cfg) and tree.metadata["format"] == "pt"
     assert tree.metadata["schema_version"] == "1" and tree.metadata["project_version"]
     assert json.loads((exported / "transformer" / "config.json").read_text()) == to_json(cfg)
@@ -72,8 +72,20 @@ def test_the_average_is_exported_when_asked_for(finished, tmp_path):
     assert equal(tree.read(), stored(finished, 6, "ema")) and not equal(tree.read(), stored(finished, 6))
 
 
+def test_models_that_moved_are_named_by_hand(finished, clips, tmp_path):
+    run = tmp_path / "run"
+    shutil.copytree(finished, run)
+    shutil.copytree(clips / "vae", tmp_path / "moved")
+    record = states.folder_of(run, 8) / states.RECORD
+    record.write_text(json.dumps(json.loads(record.read_text()) | {"vae": str(tmp_path / "gone")}))
+    export(run, tmp_path / "out", vae=tmp_path / "moved")
+    assert load_pipeline(tmp_path / "out", device=torch.device("cpu"), dtype=torch.float32).vae is not None
+
+
 def test_bf16_keeps_tables_in_float32(finished, tmp_path):
     export(finished, tmp_path / "out", dtype="bf16")
+    tree, _ = open_transformer(tmp_path / "out" / "transformer")
+    assert json.loads(tree.metadata["transforms"]) == ["cast bfloat16"]
     tree, cfg = open_transformer(tmp_path / "out" / "transformer")
     specs_, weights, full = wan.param_specs(cfg), tree.read(), stored(finished, 8)
     kept = {k for k, s in specs_.items() if s.keep_fp32}
@@ -142,7 +154,7 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(finished,
         export(run, tmp_path / "out", ema=True)
     record = json.loads((last / states.RECORD).read_text())
     (last / states.RECORD).write_text(json.dumps(record | {"vae": str(tmp_path / "gone")}))
-    with pytest.raises(UserError, match="models it was trained with are gone: vae: .*gone"):
+    with pytest.raises(UserError, match="(?s)models it was trained with are not there.*vae: .*gone; give --vae"):
         export(run, tmp_path / "out")
     (last / states.RECORD).write_text(json.dumps(record | {"config": record["config"] | {"ffn_dim": 48}}))
     with pytest.raises(UserError, match="(?s)step-000008/params: .*ffn.net.*shape .*expected"):

@@ -231,7 +231,8 @@ def test_the_command_line(videos, tmp_path):
         assert part in shown.stdout
     done = run("--data", videos / "v.csv", "--output", tmp_path / "set", *SIZE)
     assert done.returncode == 0, done.stderr
-    assert [line.split("  ")[0] for line in done.stdout.splitlines()[:3]] == [f"reading clips: {i}/3" for i in (1, 2, 3)]
+    first = [line.split("  ")[0] for line in done.stdout.splitlines()[:3]]
+    assert first == [f"reading clips: {i}/3" for i in (1, 2, 3)]
     assert "the codec rebuilds the clips at" in done.stdout and "\x1b" not in done.stdout
     again = run("--data", videos / "v.csv", "--output", tmp_path / "set", *SIZE)
     assert again.returncode == 2 and again.stderr.startswith("error: ") and "Traceback" not in again.stderr

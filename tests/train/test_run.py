@@ -9,6 +9,8 @@ import random
 import re
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from pathlib import Path
 
@@ -20,8 +22,9 @@ from core.errors import UserError
 from core.trees import Params
 from nn import layers
 from train import __main__ as cli
-from train import metrics, precision, run
+from train import metrics, precision
 from train import state as states
+from train import step as step_module
 from train.config import Wan, load_recipe
 from train.run import train
 from train.setup import check_kernels, initial_state, model_config, prepare
@@ -181,16 +184,34 @@ def test_sigterm_saves_where_it_stopped_and_the_rest_is_as_if_uninterrupted(argu
     assert_same_end(out, whole, 40)
 
 
+def test_a_signal_to_the_whole_process_group_leaves_the_data_workers_alone(arguments, tmp_path):
+    """As a job scheduler sends it: the main process finishes its step and saves, with workers running."""
+    out = tmp_path / "run"
+    command = [sys.executable, "-m", "train", *arguments(out, {TOTAL: 5000, INTERVAL: 0, WORKERS: 1})]
+    process = subprocess.Popen(command, cwd=Path(__file__).parents[2], start_new_session=True)
+    try:
+        deadline = time.monotonic() + 60
+        while not (out / "metrics.jsonl").exists() or len(rows(out)) < 3:
+            assert process.poll() is None and time.monotonic() < deadline
+            time.sleep(0.05)
+        os.killpg(process.pid, signal.SIGTERM)
+        assert process.wait(timeout=60) == 143
+    finally:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+    assert steps_saved(out) == [len(rows(out))]
+
+
 def send_at(monkeypatch, step, *signals):
     """Sends the process signals in the middle of an optimiser step."""
-    update = run.update_ema
+    update = step_module.update_ema
 
     def interrupted(setup, state):
         update(setup, state)
         for number in signals if state.step == step else ():
             os.kill(os.getpid(), number)
 
-    monkeypatch.setattr(run, "update_ema", interrupted)
+    monkeypatch.setattr(step_module, "update_ema", interrupted)
 
 
 @pytest.mark.parametrize("number, status", [(signal.SIGTERM, 143), (signal.SIGINT, 130)])
@@ -336,14 +357,14 @@ def test_before_the_first_checkpoint_the_message_says_so(recipe, poisoned, tmp_p
 
 @pytest.mark.parametrize("max_norm", [1.0, 0.0])
 def test_a_gradient_that_is_no_number_is_seen_without_clipping_too(recipe, tmp_path, monkeypatch, max_norm):
-    real = run.microbatch_loss
+    real = step_module.microbatch_loss
 
     def infinite_slope(setup, state, batch, first):
         errors, sigma = real(setup, state, batch, first)
         zero = (state.params["proj_out.bias"] * 0.0).square().sum()
         return (errors + zero.sqrt() if state.step == 3 else errors), sigma
 
-    monkeypatch.setattr(run, "microbatch_loss", infinite_slope)
+    monkeypatch.setattr(step_module, "microbatch_loss", infinite_slope)
     with pytest.raises(UserError, match="step 4: loss is [0-9.]+, gradient norm nan; samples of this step: "):
         train(recipe(tmp_path / "run", {INTERVAL: 1, "callbacks.grad_clip.max_grad_norm": max_norm}))
     assert steps_saved(tmp_path / "run") == [1, 2, 3] and len(rows(tmp_path / "run")) == 3
@@ -384,7 +405,7 @@ def test_too_little_memory_says_what_the_state_takes(recipe, tmp_path, monkeypat
     def exhausted(*_):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
 
-    monkeypatch.setattr(run, "microbatch_loss", exhausted)
+    monkeypatch.setattr(step_module, "microbatch_loss", exhausted)
     with pytest.raises(UserError, match="out of memory at step 1: .* GiB.*train_batch_size.*Tried to allocate 2 GiB"):
         train(recipe(tmp_path / "run"))
 
@@ -586,7 +607,7 @@ def test_a_run_follows_the_precision_table(recipe, tmp_path, monkeypatch, stored
     out = tmp_path / "run"
     made = recipe(out, {"training.dit_precision": stored, "training.compute_dtype": compute, TOTAL: 2, INTERVAL: 0})
     policy, computed, gradients = precision.policy(stored, compute), {}, {}
-    weight_of, update = layers.effective_weight, run.optim.adamw_update
+    weight_of, update = layers.effective_weight, step_module.optim.adamw_update
 
     def watched_weight(p, name, dtype):  # `dtype` is that of the layer's input
         weight = weight_of(p, name, dtype)
@@ -598,7 +619,7 @@ def test_a_run_follows_the_precision_table(recipe, tmp_path, monkeypatch, stored
         update(opt, grads, *rest)
 
     monkeypatch.setattr(layers, "effective_weight", watched_weight)
-    monkeypatch.setattr(run.optim, "adamw_update", watched_update)
+    monkeypatch.setattr(step_module.optim, "adamw_update", watched_update)
     classes = precision.classes(prepare(made).cfg)
     train(made)
     tree = saved(out, 2)

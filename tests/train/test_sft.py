@@ -16,7 +16,8 @@ from kernels import Attention
 from nn import wan
 from nn.run import Run
 from nn.wan_inputs import clean_estimate, noised
-from train import run, sft, validate
+from train import sft, validate
+from train import step as step_module
 from train.config import Recipe
 from train.export import export
 from train.flops import forward_flops, train_flops
@@ -170,8 +171,8 @@ def gradients_of_step(setup, state, micro, monkeypatch):
     """The step, and the gradients as the optimiser got them."""
     seen = {}
     keep = lambda opt, grads, *rest: seen.update({k: g.clone() for k, g in grads.items()})  # noqa: E731
-    monkeypatch.setattr(run.optim, "adamw_update", keep)
-    return run.train_step(setup, state, micro), seen
+    monkeypatch.setattr(step_module.optim, "adamw_update", keep)
+    return step_module.train_step(setup, state, micro), seen
 
 
 def test_two_microbatches_of_one_equal_one_batch_of_two(setup_of, monkeypatch):
@@ -197,7 +198,7 @@ def test_unequal_microbatches_weigh_by_their_tokens(setup_of, monkeypatch):
         clean = b.latents.double()
         d = draw(setup.objective, keys.fold_in(state.key, "sft"), 0, first, tuple(clean.shape))
         draws = Draws(d.noise.double(), d.sigma.double(), d.dropped)
-        text = run.fit_text(b.text, setup.text_length).double()
+        text = step_module.fit_text(b.text, setup.text_length).double()
         inputs = training_inputs(setup.cfg, clean, text, setup.empty.double(), draws, torch.float64)
         velocity = wan.forward(params, setup.cfg, inputs)
         total = total + (velocity - (draws.noise - clean)).square().sum()
@@ -214,7 +215,7 @@ def test_a_step_counts_and_leaves_no_gradients(setup_of):
     setup = setup_of()
     state = fresh(setup)
     before = {k: p.detach().clone() for k, p in state.params.items()}
-    step = run.train_step(setup, state, [batch("a", 2), batch("b", 1)])
+    step = step_module.train_step(setup, state, [batch("a", 2), batch("b", 1)])
     assert (state.step, state.position) == (1, 2) and float(state.optimizer["step"]) == 1
     assert all(p.grad is None and not torch.equal(p, before[k]) for k, p in state.params.items())
     assert isinstance(step.grad_norm, torch.Tensor) and step.grad_norm.shape == ()
@@ -317,8 +318,8 @@ def test_training_validation_and_inference_feed_the_model_the_same_tensors(
     data = Batch(clean, embedding[None], [len(embedding)], ["clip"], [0])
     for call in inferred.calls:
         sigma = call["timestep"][:1] / 1000
-        monkeypatch.setattr(run.sft, "draw", lambda *_, s=sigma: Draws(noise, s, torch.tensor([False])))
-        run.microbatch_loss(setup, state, data, 0)
+        monkeypatch.setattr(step_module.sft, "draw", lambda *_, s=sigma: Draws(noise, s, torch.tensor([False])))
+        step_module.microbatch_loss(setup, state, data, 0)
         ours = trained.calls[-1]
         assert ours.keys() == call.keys()
         for name, tensor in ours.items():
@@ -338,7 +339,7 @@ def test_text_is_padded_alike_everywhere_and_cut_in_training_and_validation(path
     caption, words = "one two three", 3
     for length in (2, 4, 9):
         setup = make({"training.data.text_padding_length": length})
-        trained = run.fit_text(setup.components.text.embed([caption])[0][None], setup.text_length)
+        trained = step_module.fit_text(setup.components.text.embed([caption])[0][None], setup.text_length)
         validated = encode_prompts(validate.pipeline_of(setup, {}), [caption])
         assert trained.shape == (1, length, 8) and torch.equal(trained, validated)
         if length >= words:
