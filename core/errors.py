@@ -1,6 +1,8 @@
 """Errors that are a user's to fix, and one way to report many faults at once."""
 
-from collections.abc import Iterable
+import difflib
+import sys
+from collections.abc import Callable, Iterable
 
 
 class UserError(ValueError):
@@ -19,7 +21,18 @@ def raise_faults(title: str, faults: Iterable[str], error: type[Exception] = Use
 
 def nearest_names(name: str, allowed: Iterable[str]) -> str:
     """`" (did you mean 'x'?)"` for a near miss, else an empty string."""
-    import difflib
-
     close = difflib.get_close_matches(name, list(allowed), n=1)
     return f" (did you mean {close[0]!r}?)" if close else ""
+
+
+def exit_status(work: Callable[[], object]) -> int:
+    """Runs a command line's work: 0, 2 after printing a UserError as `error: ...` to stderr, 130 when interrupted."""
+    try:
+        work()
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+        return 130
+    return 0

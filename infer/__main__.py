@@ -10,7 +10,7 @@ from torch import Tensor
 
 from core import devices
 from core.checkpoint import open_checkpoint
-from core.errors import UserError, raise_faults
+from core.errors import UserError, exit_status, raise_faults
 from core.files import check_target
 from core.geometry import geometry_rule
 from infer.folder import Defaults, Pipeline, load_pipeline
@@ -142,12 +142,7 @@ def run(args: argparse.Namespace) -> tuple[Path, Path]:
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; bad input is printed as `error: ...` to stderr, with exit status 2."""
     args = parser().parse_args(argv)
-    try:
-        run(args)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    return exit_status(lambda: run(args))
 
 
 if __name__ == "__main__":

@@ -4,7 +4,7 @@ import sys
 from collections.abc import Sequence
 
 from core.config import help_text
-from core.errors import UserError
+from core.errors import exit_status
 from train.config import Recipe, load_recipe
 from train.run import train
 
@@ -27,15 +27,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or "--help" in args or "-h" in args:
         print(USAGE + help_text(Recipe, color=sys.stdout.isatty()))
         return 0 if args else 2
-    try:
-        train(load_recipe(args[0], args[1:]))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    except KeyboardInterrupt:
-        print("interrupted; complete checkpoints are untouched", file=sys.stderr)
-        return 130
-    return 0
+    return exit_status(lambda: train(load_recipe(args[0], args[1:])))
 
 
 if __name__ == "__main__":

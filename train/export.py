@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from core.checkpoint import open_checkpoint
-from core.errors import UserError, raise_faults
+from core.errors import UserError, exit_status, raise_faults
 from core.rules import cast
 from core.specs import check
 from core.transforms import apply, history
@@ -104,13 +104,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--text-encoder", metavar="DIR", help="the text encoder's folder (default: likewise)")
     p.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     args = p.parse_args(argv)
-    try:
-        folder = export(**vars(args))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {args.output} from {folder}")
-    return 0
+    return exit_status(lambda: print(f"wrote {args.output} from {export(**vars(args))}"))
 
 
 if __name__ == "__main__":

@@ -20,7 +20,7 @@ import pyarrow.parquet as pq
 import torch
 from torch import Tensor
 
-from core.errors import UserError, raise_faults
+from core.errors import UserError, exit_status, raise_faults
 from core.files import atomic_file, atomic_folder, read_json, write_json
 from core.geometry import check_geometry, geometry_rule, to_frames, to_video
 from core.save import describe
@@ -291,13 +291,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; bad input is printed as `error: ...` to stderr, with exit status 2."""
     args = parser().parse_args(argv)
     settings = Settings(**{field.name: getattr(args, field.name) for field in dataclasses.fields(Settings)})
-    try:
+
+    def work() -> None:
         db = preprocess(args.data, args.output, settings, overwrite=args.overwrite)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
-    print(f"wrote {args.output} (the codec rebuilds the clips at {db:.1f} dB)")
-    return 0
+        print(f"wrote {args.output} (the codec rebuilds the clips at {db:.1f} dB)")
+
+    return exit_status(work)
 
 
 if __name__ == "__main__":
