@@ -51,7 +51,17 @@ class Data(Section):
     data_path: str | tuple[str, ...] | dict[str, Positive] = Field(
         description="Folder or file of preprocessed latents; a list of them; or a mapping {path: repeats}."
     )
-    preprocessed_data_type: Literal["t2v"] = Field("t2v", description="Row type of the files.")
+    preprocessed_data_type: Literal["t2v", "i2v", "t2va", "text_only"] = Field(
+        "t2v", description="Row type of the files."
+    )
+    dataloader_type: Literal["map", "streaming"] = Field(
+        "map", description="map: samples in any order; streaming: row groups read from end to end, for large sets."
+    )
+    streaming_read_batch_size: Positive = Field(8, description="Rows in memory per read of a stream.")
+    streaming_shuffle_row_groups: bool = Field(True, description="Another order of row groups in every epoch.")
+    streaming_manifest_path: str | None = Field(
+        None, description="JSON index outside the data, made when missing; null: the files are indexed at every start."
+    )
     train_batch_size: int = Field(1, ge=1, description="Samples per step, rank and microbatch.")
     dataloader_num_workers: int = Field(0, ge=0, description="Worker processes that read data; 0: the main process.")
     training_cfg_rate: float = Field(0.0, ge=0, le=1, description="Share of captions replaced by the empty caption.")
@@ -65,6 +75,19 @@ class Data(Section):
     text_padding_length: int | None = Field(
         None, ge=1, description="Tokens to which prompt embeddings are padded or cut; null: the model's text length."
     )
+
+    @model_validator(mode="after")
+    def _check(self):
+        faults = []
+        if self.dataloader_type == "map":
+            keys = {k: field.default for k, field in Data.model_fields.items() if k.startswith("streaming_")}
+            changed = [k for k, default in keys.items() if getattr(self, k) != default]
+            faults += [(k, "needs dataloader_type: streaming, which is map") for k in changed]
+        elif self.dataloader_num_workers > 1:
+            what = f"must be 0 or 1 with dataloader_type: streaming, got {self.dataloader_num_workers}"
+            faults.append(("dataloader_num_workers", what))
+        raise_field_faults(faults)
+        return self
 
 
 class Optimizer(Section):

@@ -1,9 +1,14 @@
-"""Datasets over Parquet files, and batches that depend on nothing but the key and their position."""
+"""Datasets over Parquet files, and batches that depend on nothing but the key and their position.
+
+A set is read as a map (samples in any order, the default) or as a stream (see `train.streaming`).
+"""
 
 import dataclasses
+import functools
+import itertools
 import signal
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +19,10 @@ import torch
 
 from core import keys
 from core.errors import UserError, raise_faults
-from train.rows import Batch, RowType, TensorColumn, check_schema, check_shape, decode_row
+from train import streaming
+from train.rows import Batch, RowType, Signature, TensorColumn, check_schema, check_shape, collate, decode_row
+from train.rows import read_columns as columns_of
+from train.streaming import FileIndex, Group, Streaming, open_parquet
 
 DataPath = str | Path | Sequence[str | Path] | Mapping[str | Path, int]
 
@@ -31,17 +39,24 @@ class File:
 class Dataset:
     """Samples 0..n-1: sample i is row `places[i, 1]` of `files[places[i, 0]]`, int64 `[n, 2]`.
 
-    `shapes[buckets[i]]` is the shape of its first tensor (the latents). Repeats repeat `places`, not data.
+    `signatures[buckets[i]]` has the sizes of its tensors that a batch must share. Repeats repeat `places`, not
+    data. `streaming` says how it is streamed; None: read as a map.
     """
 
     row_type: RowType
     files: tuple[File, ...]
     places: np.ndarray
-    shapes: tuple[tuple[int, ...], ...]
+    signatures: tuple[Signature, ...]
     buckets: np.ndarray
+    streaming: Streaming | None = None
 
     def __len__(self) -> int:
         return len(self.places)
+
+    @property
+    def shapes(self) -> tuple[tuple[int | None, ...], ...]:
+        """The shape of the first tensor (the latents) in each bucket."""
+        return tuple(signature[0] for signature in self.signatures)
 
 
 def where(dataset: Dataset, index: int) -> str:
@@ -79,55 +94,86 @@ def _parquet_files(path: Path) -> list[Path]:
     return found
 
 
-def _shape_column(file: pq.ParquetFile, column: TensorColumn, path: Path) -> list[tuple[int, ...]]:
-    """The shape of one tensor in every row; no other column is read."""
+def _sizes(file: pq.ParquetFile, column: TensorColumn, path: Path) -> list[tuple[int | None, ...]]:
+    """The sizes of one tensor in every row, None for free ones; no other column is read."""
     stored = file.read(columns=[f"{column.stem}_shape"], use_threads=False).column(0).to_pylist()
-    return [check_shape(column, shape, f"{path}, row {row}") for row, shape in enumerate(stored)]
+    shapes = [check_shape(column, shape, f"{path}, row {row}") for row, shape in enumerate(stored)]
+    fixed = [d not in column.free for d in column.dims]
+    return [tuple(n if keep else None for n, keep in zip(shape, fixed, strict=True)) for shape in shapes]
 
 
-def _open_parquet(path: Path) -> pq.ParquetFile:
-    try:
-        return pq.ParquetFile(path)
-    except (pa.ArrowException, OSError) as error:
-        raise UserError(f"{path}: not a Parquet file, or cut short: {error}") from None
-
-
-def _open_file(path: Path, row_type: RowType) -> tuple[File, list[tuple[int, ...]]]:
-    """A file's row groups and its rows' bucket shapes, from the footer and one small column."""
-    with _open_parquet(path) as file:
+def _index_file(path: Path, row_type: RowType) -> FileIndex:
+    """A file's row groups and its rows' signatures, from the footer and small columns."""
+    with open_parquet(path) as file:
         check_schema(row_type, file.schema_arrow, str(path))
-        sizes = [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
-        return File(path, (0, *np.cumsum(sizes).tolist())), _shape_column(file, row_type.tensors[0], path)
+        rows = [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)]
+        signatures = list(zip(*(_sizes(file, column, path) for column in row_type.channels), strict=True))
+        return FileIndex(path, path.stat().st_size, (0, *np.cumsum(rows).tolist()), signatures)
 
 
-def open_dataset(data_path: DataPath, row_type: RowType) -> Dataset:
-    """Opens Parquet files: a file, a folder (searched recursively, sorted), a list of those, or `{path: repeat}`.
-
-    Reads footers and the column of latent shapes, nothing else. Raises one UserError that lists every
-    missing path, unreadable file, file of another row type, empty latent and bad repeat.
-    """
-    faults: list[str] = []
+def _find_files(data_path: DataPath) -> tuple[dict[Path, int], list[str]]:
+    """Every file of `data_path` with its repeat, and the faults of the paths."""
     owner: dict[Path, Path] = {}
-    files, places, shapes = [], [], []
+    found, faults = {}, []
     for path, repeat in _repeats(data_path).items():
         try:
             for name in _parquet_files(path):
                 if (first := owner.setdefault(name.resolve(), path)) != path:
                     raise UserError(f"{name}: in both {first} and {path}; to repeat data write {{path: n}}")
-                file, rows = _open_file(name, row_type)
-                one = np.stack([np.full(len(rows), len(files)), np.arange(len(rows))], axis=1)
-                places.append(np.tile(one, (repeat, 1)))
-                shapes += rows * repeat
-                files.append(file)
+                found[name] = repeat
+        except UserError as error:
+            faults.append(str(error))
+    return found, faults
+
+
+def _index(data_path: DataPath, row_type: RowType, manifest: Path | None) -> list[tuple[FileIndex, int]]:
+    """The index of every file with its repeat: from the manifest, or from the files, and then noted there."""
+    found, faults = _find_files(data_path)
+    if manifest is not None and manifest.exists() and not faults:
+        files = streaming.read_manifest(manifest, row_type.name, list(found))
+        return list(zip(files, found.values(), strict=True))
+    files = []
+    for name in found:
+        try:
+            files.append(_index_file(name, row_type))
         except UserError as error:
             faults.append(str(error))
     raise_faults("cannot open the dataset", faults)
-    if not shapes:
+    if manifest is not None:
+        streaming.write_manifest(manifest, row_type.name, files)
+    return list(zip(files, found.values(), strict=True))
+
+
+def open_dataset(
+    data_path: DataPath, row_type: RowType, how: Streaming | None = None, manifest: Path | None = None
+) -> Dataset:
+    """Opens Parquet files: a file, a folder (searched recursively, sorted), a list of those, or `{path: repeat}`.
+
+    Reads footers and the columns of shapes, nothing else.
+
+    Args:
+        how: how to stream it; None: read it as a map.
+        manifest: JSON file outside the data that keeps what was read: made when missing, else checked against
+            the files' sizes, and then no file is opened.
+
+    Raises one UserError that lists every missing path, unreadable file, file of another row type, empty latent
+    and bad repeat.
+    """
+    if manifest is not None:
+        streaming.check_place(manifest, _repeats(data_path))
+    places, signatures, files = [], [], []
+    for file, repeat in _index(data_path, row_type, manifest):
+        rows = len(file.signatures)
+        one = np.stack([np.full(rows, len(files)), np.arange(rows)], axis=1)
+        places.append(np.tile(one, (repeat, 1)))
+        signatures += file.signatures * repeat
+        files.append(File(file.path, file.bounds))
+    if not signatures:
         raise UserError(f"cannot open the dataset: no rows in {', '.join(str(f.path) for f in files)}")
-    distinct = sorted(set(shapes))
-    number = {shape: i for i, shape in enumerate(distinct)}
-    buckets = np.array([number[shape] for shape in shapes])
-    return Dataset(row_type, tuple(files), np.concatenate(places), tuple(distinct), buckets)
+    distinct = sorted(set(signatures))
+    number = {signature: i for i, signature in enumerate(distinct)}
+    buckets = np.array([number[signature] for signature in signatures])
+    return Dataset(row_type, tuple(files), np.concatenate(places), tuple(distinct), buckets, how)
 
 
 def common_shape(dataset: Dataset) -> tuple[int, ...]:
@@ -137,7 +183,7 @@ def common_shape(dataset: Dataset) -> tuple[int, ...]:
 
 def first_fps(dataset: Dataset) -> float | None:
     """Frames per second of the first sample; None where it is not noted."""
-    with _open_parquet(dataset.files[0].path) as file:
+    with open_parquet(dataset.files[0].path) as file:
         fps = file.read_row_group(0, columns=["fps"], use_threads=False).column(0)[0].as_py()
     return None if not fps else float(fps)
 
@@ -173,17 +219,49 @@ def check_latents(
     raise_faults("latents that do not fit the model", faults)
 
 
-def check_text(dataset: Dataset, dim: int) -> None:
-    """Checks that text embeddings `[L, D]` have D = `dim`. Raises one UserError with the first row per file."""
-    column = next(c for c in dataset.row_type.tensors if c.stem == "text_embedding")
+def check_tensors(dataset: Dataset, expected: Mapping[str, Sequence[int | None] | str], title: str) -> None:
+    """Checks the sizes of tensors by their stems; None fits any size, a stem stands for that tensor's own shape.
+
+    Raises one UserError with the first file and row of every signature that does not fit.
+    """
     faults = []
-    for file in dataset.files:
-        with _open_parquet(file.path) as parquet:
-            shapes = _shape_column(parquet, column, file.path)
-        bad = [row for row, shape in enumerate(shapes) if shape[-1] != dim]
-        if bad:
-            faults.append(f"{file.path}, row {bad[0]}: {list(shapes[bad[0]])} ({len(bad)} such), expected [L, {dim}]")
-    raise_faults("text embeddings that do not fit the model", faults)
+    for bucket, signature in enumerate(dataset.signatures):
+        shapes = dict(zip((c.stem for c in dataset.row_type.channels), signature, strict=True))
+        for column in dataset.row_type.channels:
+            shape, want = shapes[column.stem], expected.get(column.stem)
+            want = shapes[want] if isinstance(want, str) else want
+            if want is not None and any(w not in (None, n) for n, w in zip(shape, want, strict=True)):
+                rows = np.flatnonzero(dataset.buckets == bucket)
+                found, wanted = (_lettered(column, sizes) for sizes in (shape, want))
+                row = where(dataset, rows[0])
+                faults.append(f"{row}: {column.stem} {found} ({len(rows)} such), expected {wanted}")
+    raise_faults(title, faults)
+
+
+def _lettered(column: TensorColumn, sizes: Sequence[int | None]) -> str:
+    """`[sizes]`, with a dimension's letter where any size will do."""
+    return f"[{', '.join(d if n is None else str(n) for d, n in zip(column.dims, sizes, strict=True))}]"
+
+
+def check_text(dataset: Dataset, dim: int) -> None:
+    """Checks that text embeddings `[L, D]` have D = `dim`. Raises UserError as `check_tensors`."""
+    check_tensors(dataset, {"text_embedding": (None, dim)}, "text embeddings that do not fit the model")
+
+
+def check_streaming(dataset: Dataset, batch_size: int) -> None:
+    """Refuses to stream what would never be seen: signatures, or a whole set, that fill no batch.
+
+    Raises UserError with the first file and row of each.
+    """
+    counts = np.bincount(dataset.buckets)
+    few = [
+        f"{where(dataset, int((dataset.buckets == bucket).argmax()))}: {counts[bucket]} sample(s) like it"
+        for bucket in np.flatnonzero(counts < batch_size)
+    ]
+    what = f"streaming makes full batches of one shape: too few samples for training.data.train_batch_size {batch_size}"
+    raise_faults(f"{what} (a map repeats them)", few)
+    if not streaming.batches_per_rank(dataset.buckets, batch_size, dataset.streaming.world):
+        raise UserError(f"{len(dataset)} samples fill fewer batches of {batch_size} than there are ranks")
 
 
 # --- reading --------------------------------------------------------------------------------------------------
@@ -202,9 +280,9 @@ class Reader:
 
     def _group(self, file: int, group: int) -> pa.Table:
         if (file, group) not in self.groups:
-            columns = self.dataset.row_type.schema.names
+            columns = columns_of(self.dataset.row_type)
             path = self.dataset.files[file].path
-            with _open_parquet(path) as parquet:
+            with open_parquet(path) as parquet:
                 try:
                     table = parquet.read_row_group(group, columns=columns, use_threads=False)
                 except (pa.ArrowException, OSError) as error:
@@ -225,7 +303,35 @@ class Reader:
 
     def batch(self, indices: Sequence[int]) -> Batch:
         """The samples of `indices` as a batch."""
-        return self.dataset.row_type.collate([self.sample(index) for index in indices], indices)
+        return collate(self.dataset.row_type, [self.sample(index) for index in indices], indices)
+
+
+def row_groups(dataset: Dataset) -> list[Group]:
+    """Every row group in the order of the samples, repeats included."""
+    groups = []
+    for first in np.flatnonzero(dataset.places[:, 1] == 0).tolist():
+        file = int(dataset.places[first, 0])
+        bounds = dataset.files[file].bounds
+        groups += [Group(file, g, first + a, b - a) for g, (a, b) in enumerate(itertools.pairwise(bounds)) if b > a]
+    return groups
+
+
+def _stream(dataset: Dataset, key: keys.Key, batch_size: int, start: int) -> Iterator[Batch]:
+    how, groups, columns = dataset.streaming, row_groups(dataset), columns_of(dataset.row_type)
+
+    def read(group: Group, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
+        path = dataset.files[group.file].path
+        stored = streaming.read_group(path, group.number, rows, columns, how.read_batch_size)
+        for row, values in zip(rows, stored, strict=True):
+            yield decode_row(dataset.row_type, values, where(dataset, group.first + row))
+
+    epoch, skip = divmod(start, streaming.batches_per_rank(dataset.buckets, batch_size, how.world))
+    while True:
+        plan = streaming.epoch_plan(groups, dataset.buckets, key, batch_size, epoch, how)
+        for batch in streaming.read_batches(plan, skip, read):
+            indices, rows = zip(*batch, strict=True)
+            yield collate(dataset.row_type, rows, indices)
+        epoch, skip = epoch + 1, 0
 
 
 # --- batches --------------------------------------------------------------------------------------------------
@@ -273,6 +379,19 @@ class _Fetch(torch.utils.data.Dataset):
             return error
 
 
+class _Source(torch.utils.data.IterableDataset):
+    """What the one worker of a stream does: batches in order, or the error to raise in the main process."""
+
+    def __init__(self, make: Callable[[], Iterator[Batch]]):
+        self.make = make
+
+    def __iter__(self) -> Iterator[Batch | UserError]:
+        try:
+            yield from self.make()
+        except UserError as error:
+            yield error
+
+
 def _same(item):
     return item
 
@@ -283,16 +402,16 @@ def _ignore_signals(worker: int) -> None:
         signal.signal(number, signal.SIG_IGN)
 
 
-def _loaded(dataset: Dataset, plan: Iterable[list[int]], num_workers: int) -> Iterator[Batch]:
+def _loaded(source: torch.utils.data.Dataset, num_workers: int, **sampler) -> Iterator[Batch]:
     # Its own generator: a DataLoader without one advances torch's global random state.
     loader = torch.utils.data.DataLoader(
-        _Fetch(dataset),
-        sampler=plan,
+        source,
         batch_size=None,
         collate_fn=_same,
         num_workers=num_workers,
         worker_init_fn=_ignore_signals,
         generator=torch.Generator(),
+        **sampler,
     )
     for item in loader:
         if isinstance(item, UserError):
@@ -306,9 +425,15 @@ def batches(
     """Batches at positions `start`, `start` + 1, ... (micro-batches since the start of training), without end.
 
     A batch depends on (dataset, key, batch_size, position) alone: not on where reading started nor on
-    `num_workers`, the number of background processes (0 reads inline). See `epoch_plan` for the order.
+    `num_workers`, the number of background processes (0 reads inline; a stream takes at most one). For the order
+    see `epoch_plan`, and `streaming.epoch_plan` for a stream.
     """
     for name, value, least in (("batch_size", batch_size, 1), ("start", start, 0), ("num_workers", num_workers, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UserError(f"{name} is {value!r}, expected an integer >= {least}")
-    return _loaded(dataset, batch_indices(dataset, key, batch_size, start), num_workers)
+    if dataset.streaming is None:
+        return _loaded(_Fetch(dataset), num_workers, sampler=batch_indices(dataset, key, batch_size, start))
+    if num_workers > 1:
+        raise UserError(f"num_workers is {num_workers}, a stream is read by one process: expected 0 or 1")
+    check_streaming(dataset, batch_size)
+    return _loaded(_Source(functools.partial(_stream, dataset, key, batch_size, start)), num_workers)

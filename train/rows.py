@@ -1,12 +1,12 @@
 """Row types of preprocessed Parquet sets: columns, tensors, and how rows become a batch.
 
 A tensor is stored in three columns: `X_bytes` (raw, little-endian, C order), `X_shape` and `X_dtype`. The
-columns of `t2v` are those of FastVideo's preprocessed text-to-video sets, so that published sets load.
+columns are those of FastVideo's preprocessed sets, in their order, so that published sets load.
 """
 
 import dataclasses
 import math
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import pyarrow as pa
@@ -20,47 +20,117 @@ DTYPES = {
     "bfloat16": torch.bfloat16,
     "float16": torch.float16,
     "float64": torch.float64,
+    "uint8": torch.uint8,  # pictures
 }
 
 
 @dataclasses.dataclass(frozen=True)
 class Batch:
-    """`latents [B, C, T, H, W]` and `text [B, L, D]` (zero beyond `text_lens`), float32 on the CPU.
+    """Samples of equal shapes, float32 on the CPU, as dicts of named channels.
 
+    `targets` is what a model learns to make: `video` `[B, C, T, H, W]`, `audio` `[B, S, F, T']`. `conditions` is
+    what it is given: `text` `[B, L, D]` (zero beyond `text_lens`), `image` `[B, M, D']` (features of the first
+    frame), `first_frame` `[B, C, T, H, W]` (latents of a clip that is grey after its first frame).
     `names` are the rows' ids and `indices` their places in the dataset.
     """
 
-    latents: Tensor
-    text: Tensor
+    targets: dict[str, Tensor]
+    conditions: dict[str, Tensor]
     text_lens: list[int]
     names: list[str]
     indices: list[int]
 
+    @property
+    def latents(self) -> Tensor:
+        """The video latents."""
+        return self.targets["video"]
+
+    @property
+    def text(self) -> Tensor:
+        """The padded text embeddings."""
+        return self.conditions["text"]
+
 
 @dataclasses.dataclass(frozen=True)
 class TensorColumn:
-    """A tensor named `stem` with one letter per dimension in `dims`; leading dimensions of 1 may be there too."""
+    """A tensor named `stem` with one letter per dimension in `dims`; leading dimensions of 1 may be there too.
+
+    It becomes the channel `target` or `condition` of a batch; without either it is a note, which training never
+    reads and which may be absent from a row. Sizes of the dimensions in `free` may differ within a batch.
+    """
 
     stem: str
     dims: str
+    target: str | None = None
+    condition: str | None = None
+    free: str = ""
+
+    @property
+    def is_note(self) -> bool:
+        """Whether no channel is made of it."""
+        return self.target is None and self.condition is None
 
 
 @dataclasses.dataclass(frozen=True)
 class RowType:
-    """`schema` lists every column. Rows are put together in batches by the shape of the first of `tensors`."""
+    """`schema` lists every column, `tensors` those that are tensors, the one that defines the sample first."""
 
     name: str
     schema: pa.Schema
     tensors: tuple[TensorColumn, ...]
-    collate: Callable[[Sequence[Mapping[str, Any]], Sequence[int]], Batch]
+
+    @property
+    def channels(self) -> tuple[TensorColumn, ...]:
+        """The tensors that a batch holds."""
+        return tuple(column for column in self.tensors if not column.is_note)
 
 
-def _tensor_fields(stem: str) -> list[pa.Field]:
-    return [
-        pa.field(f"{stem}_bytes", pa.binary()),
-        pa.field(f"{stem}_shape", pa.list_(pa.int64())),
-        pa.field(f"{stem}_dtype", pa.string()),
-    ]
+# The sizes that samples of one batch share, per channel of the row type; None where they may differ.
+Signature = tuple[tuple[int | None, ...], ...]
+
+
+def _parts(stem: str) -> list[str]:
+    return [f"{stem}_{part}" for part in ("bytes", "shape", "dtype")]
+
+
+def _row_type(name: str, tensors: Sequence[TensorColumn], notes: Mapping[str, pa.DataType]) -> RowType:
+    fields = [pa.field("id", pa.string())]
+    for column in tensors:
+        kinds = (pa.binary(), pa.list_(pa.int64()), pa.string())
+        fields += [pa.field(*pair) for pair in zip(_parts(column.stem), kinds, strict=True)]
+    return RowType(name, pa.schema(fields + [pa.field(*pair) for pair in notes.items()]), tuple(tensors))
+
+
+VIDEO = TensorColumn("vae_latent", "CTHW", target="video")
+AUDIO = TensorColumn("audio_latent", "SFT", target="audio")
+TEXT = TensorColumn("text_embedding", "LD", condition="text", free="L")
+IMAGE = TensorColumn("clip_feature", "LD", condition="image")
+FIRST_FRAME = TensorColumn("first_frame_latent", "CTHW", condition="first_frame")
+PICTURE = TensorColumn("pil_image", "CHW")
+
+CLIP_NOTES = {
+    "file_name": pa.string(),
+    "caption": pa.string(),
+    "media_type": pa.string(),
+    "width": pa.int64(),
+    "height": pa.int64(),
+    "num_frames": pa.int64(),
+    "duration_sec": pa.float64(),
+    "fps": pa.float64(),
+}
+
+T2V = _row_type("t2v", (VIDEO, TEXT), CLIP_NOTES)
+I2V = _row_type("i2v", (VIDEO, TEXT, IMAGE, FIRST_FRAME, PICTURE), CLIP_NOTES)
+T2VA = _row_type("t2va", (VIDEO, AUDIO, TEXT), {**CLIP_NOTES, "audio_sample_rate": pa.int64()})
+TEXT_ONLY = _row_type("text_only", (TEXT,), {"caption": pa.string()})
+
+ROW_TYPES = {row_type.name: row_type for row_type in (T2V, I2V, T2VA, TEXT_ONLY)}
+
+
+def read_columns(row_type: RowType) -> list[str]:
+    """The columns that readers ask a file for: all but tensors that are notes."""
+    left = {part for column in row_type.tensors if column.is_note for part in _parts(column.stem)}
+    return [name for name in row_type.schema.names if name not in left]
 
 
 def pad_text(texts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
@@ -68,35 +138,18 @@ def pad_text(texts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
     return torch.nn.utils.rnn.pad_sequence(list(texts), batch_first=True), [len(text) for text in texts]
 
 
-def collate_t2v(rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> Batch:
-    """Decoded rows with latents of one shape as a `Batch`."""
-    text, lens = pad_text([row["text_embedding"].float() for row in rows])
-    latents = torch.stack([row["vae_latent"].float() for row in rows])
-    return Batch(latents, text, lens, [row["id"] for row in rows], list(indices))
-
-
-T2V = RowType(
-    name="t2v",
-    schema=pa.schema(
-        [
-            pa.field("id", pa.string()),
-            *_tensor_fields("vae_latent"),
-            *_tensor_fields("text_embedding"),
-            pa.field("file_name", pa.string()),
-            pa.field("caption", pa.string()),
-            pa.field("media_type", pa.string()),
-            pa.field("width", pa.int64()),
-            pa.field("height", pa.int64()),
-            pa.field("num_frames", pa.int64()),
-            pa.field("duration_sec", pa.float64()),
-            pa.field("fps", pa.float64()),
-        ]
-    ),
-    tensors=(TensorColumn("vae_latent", "CTHW"), TensorColumn("text_embedding", "LD")),
-    collate=collate_t2v,
-)
-
-ROW_TYPES = {row_type.name: row_type for row_type in (T2V,)}
+def collate(row_type: RowType, rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> Batch:
+    """Decoded rows of one signature as a `Batch`."""
+    targets, conditions, lens = {}, {}, []
+    for column in row_type.channels:
+        tensors = [row[column.stem].float() for row in rows]
+        if column.condition == "text":
+            conditions["text"], lens = pad_text(tensors)
+        elif column.condition is not None:
+            conditions[column.condition] = torch.stack(tensors)
+        else:
+            targets[column.target] = torch.stack(tensors)
+    return Batch(targets, conditions, lens, [row["id"] for row in rows], list(indices))
 
 
 def row_type(name: str) -> RowType:
@@ -132,7 +185,7 @@ def check_schema(row_type: RowType, schema: pa.Schema, where: str) -> None:
     expected_tensors = {column.stem for column in row_type.tensors}
     found_tensors = {name.removesuffix("_bytes") for name in schema.names if name.endswith("_bytes")}
     extra = {stem for stem in found_tensors - expected_tensors if f"{stem}_shape" in schema.names}
-    unexpected = {f"{stem}_{part}" for stem in extra for part in ("bytes", "shape", "dtype")}
+    unexpected = {part for stem in extra for part in _parts(stem)}
     wrong = {
         field.name: f"{_kind(schema.field(field.name).type)}, expected {_kind(field.type)}"
         for field in row_type.schema
@@ -183,9 +236,17 @@ def decode_tensor(column: TensorColumn, row: Mapping[str, Any], where: str) -> T
 
 
 def decode_row(row_type: RowType, row: Mapping[str, Any], where: str) -> dict[str, Any]:
-    """A Parquet row as tensors under their stems beside the plain columns. `where` heads error messages."""
-    tensors = {column.stem: decode_tensor(column, row, where) for column in row_type.tensors}
-    parts = {f"{column.stem}_{part}" for column in row_type.tensors for part in ("bytes", "shape", "dtype")}
+    """A Parquet row as tensors under their stems beside the plain columns. `where` heads error messages.
+
+    Notes that were not read are left out; a note without a value is None.
+    """
+    tensors: dict[str, Tensor | None] = {}
+    for column in row_type.tensors:
+        if not column.is_note or row.get(f"{column.stem}_bytes"):
+            tensors[column.stem] = decode_tensor(column, row, where)
+        elif f"{column.stem}_bytes" in row:
+            tensors[column.stem] = None
+    parts = {part for column in row_type.tensors for part in _parts(column.stem)}
     plain = {name: row[name] for name in row_type.schema.names if name not in parts}
     return {**plain, **tensors}
 
@@ -198,14 +259,18 @@ def encode_row(row_type: RowType, sample: Mapping[str, Any]) -> dict[str, Any]:
     row = dict(sample)
     where = f"row {sample.get('id')!r} of type {row_type.name}"
     for column in row_type.tensors:
-        if not isinstance(tensor := row.pop(column.stem, None), Tensor):
+        tensor = row.pop(column.stem, None)
+        if column.is_note and tensor is None:
+            row |= dict(zip(_parts(column.stem), (b"", [], ""), strict=True))
+            continue
+        if not isinstance(tensor, Tensor):
             raise UserError(f"{where}: {column.stem} is {type(tensor).__name__}, expected a tensor")
         name = str(tensor.dtype).removeprefix("torch.")
         if name not in DTYPES:
             raise UserError(f"{where}: {column.stem} has dtype {name}, expected one of {', '.join(DTYPES)}")
-        row[f"{column.stem}_shape"] = list(check_shape(column, tensor.shape, where))
-        row[f"{column.stem}_bytes"] = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        row[f"{column.stem}_dtype"] = name
+        shape = list(check_shape(column, tensor.shape, where))
+        data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
+        row |= dict(zip(_parts(column.stem), (data, shape, name), strict=True))
     off = [f"missing {n}" for n in row_type.schema.names if n not in row]
     off += [f"unknown {n}{nearest_names(n, row_type.schema.names)}" for n in row if n not in row_type.schema.names]
     if off:

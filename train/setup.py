@@ -26,12 +26,26 @@ from nn.wan_formats import open_transformer, to_json
 from nn.wan_inputs import check_latent_shape
 from train import state as states
 from train.config import Data, Recipe, Wan
-from train.data import Dataset, check_latents, check_text, common_shape, first_fps, open_dataset, where
+from train.data import (
+    Dataset,
+    check_latents,
+    check_streaming,
+    check_tensors,
+    check_text,
+    common_shape,
+    first_fps,
+    open_dataset,
+    where,
+)
 from train.optim import FUSED_DEVICES, adamw_init
 from train.precision import FLOATS
 from train.rows import row_type
-from train.sft import Objective
+from train.sft import Objective, image_channels
 from train.state import TrainState
+from train.streaming import Streaming
+
+# The row types that a method can train a kind of model with.
+CAPABILITIES: dict[tuple[str, str], tuple[str, ...]] = {("sft", "wan"): ("t2v", "i2v")}
 
 VAE_STRIDES = (8, 4)  # pixels and frames per latent of Wan 2.1, where the data set's VAE is not known
 
@@ -79,12 +93,52 @@ class Setup:
                 "samples": len(self.dataset),
                 "train_batch_size": self.recipe.training.data.train_batch_size,
                 "fingerprint": self.fingerprint,
+                "streaming": order_of(self.dataset),
             },
             "threads": torch.get_num_threads(),
         }
 
 
+def order_of(dataset: Dataset) -> dict[str, Any] | None:
+    """What the order of a stream depends on beside the data; None for a map (as in records before streams)."""
+    how = dataset.streaming
+    return None if how is None else {"shuffle_row_groups": how.shuffle_row_groups, "world": how.world}
+
+
 # --- the model ------------------------------------------------------------------------------------------------
+
+
+def check_capability(recipe: Recipe, cfg: wan.WanConfig) -> None:
+    """Refuses a row type that the method, the kind of model or this model cannot be trained with."""
+    method, student = recipe.method.target, recipe.models.student.target
+    kind, able = recipe.training.data.preprocessed_data_type, CAPABILITIES[method, student]
+    title = f"training.data.preprocessed_data_type: {kind}"
+    if kind not in able:
+        raise UserError(f"{title} cannot train {student} with method {method}; it takes: {', '.join(able)}")
+    takes = image_channels(cfg)
+    if kind == "t2v" and takes:
+        raise UserError(
+            f"{title} has no image conditions, which this model needs (image_dim, in_channels > out_channels): "
+            "use i2v data"
+        )
+    if kind == "i2v":
+        raise_faults(f"{title} does not fit this model", _image_faults(recipe, cfg, takes))
+
+
+def _image_faults(recipe: Recipe, cfg: wan.WanConfig, takes: tuple[str, ...]) -> list[str]:
+    if not takes:
+        return ["it takes no image (no image_dim, and in_channels = out_channels): use t2v data"]
+    faults, channels = [], cfg.out_channels + VAE_STRIDES[1]
+    if "first_frame" in takes and cfg.condition_channels != channels:
+        faults.append(
+            f"in_channels is {cfg.in_channels}, expected {cfg.out_channels + channels}: latents, {VAE_STRIDES[1]} mask "
+            "channels, and the first frame's latents"
+        )
+    if cfg.pos_embed_seq_len is not None:
+        faults.append("it needs a first and a last frame (pos_embed_seq_len), the data have only the first")
+    if recipe.callbacks.validation is not None:
+        faults.append("callbacks.validation samples from text alone, so it must be null")
+    return faults
 
 
 def model_config(role: Wan, where: str) -> wan.WanConfig:
@@ -237,6 +291,16 @@ def expected_latents(data: Data, channels: int, vae: Vae | None) -> tuple[int | 
     return (channels, frames, *(None if n is None else n // spatial for n in sizes.values()))
 
 
+def open_recipe_data(data: Data) -> Dataset:
+    """The data set of a recipe, as a map or a stream."""
+    path, kind = _plain(data.data_path), row_type(data.preprocessed_data_type)
+    if data.dataloader_type == "map":
+        return open_dataset(path, kind)
+    manifest = None if data.streaming_manifest_path is None else Path(data.streaming_manifest_path)
+    how = Streaming(data.streaming_read_batch_size, data.streaming_shuffle_row_groups)
+    return open_dataset(path, kind, how, manifest)
+
+
 def check_data(recipe: Recipe, cfg: wan.WanConfig, dataset: Dataset, vae: Vae | None) -> None:
     """Refuses data that do not fit the model or the sizes that `training.data` asks for, naming file and row."""
     expected = expected_latents(recipe.training.data, cfg.out_channels, vae)
@@ -245,6 +309,11 @@ def check_data(recipe: Recipe, cfg: wan.WanConfig, dataset: Dataset, vae: Vae | 
     faults = [f"{row}: {f}" for row, s in zip(first, dataset.shapes, strict=True) for f in check_latent_shape(cfg, s)]
     raise_faults("latents that do not fit the model", faults)
     check_text(dataset, cfg.text_dim)
+    if dataset.row_type.name == "i2v":
+        expected = {"clip_feature": (None, cfg.image_dim), "first_frame_latent": "vae_latent"}
+        check_tensors(dataset, expected, "image conditions that do not fit the model or the latents")
+    if dataset.streaming is not None:
+        check_streaming(dataset, recipe.training.data.train_batch_size)
 
 
 def fingerprint(dataset: Dataset) -> str:
@@ -317,12 +386,8 @@ def prepare(recipe: Recipe) -> Setup:
         raise UserError("models.student.trainable: false leaves nothing to train with method sft")
     device = devices.resolve(training.device)
     cfg = model_config(student, "models.student")
-    if cfg.image_dim is not None or cfg.condition_channels:
-        raise UserError(
-            f"training.data.preprocessed_data_type: {training.data.preprocessed_data_type} has no image conditions, "
-            "which this model needs (image_dim, in_channels > out_channels)"
-        )
-    dataset = open_dataset(_plain(training.data.data_path), row_type(training.data.preprocessed_data_type))
+    check_capability(recipe, cfg)
+    dataset = open_recipe_data(training.data)
     components = find_components(recipe)
     check_data(recipe, cfg, dataset, components.vae)
     asked = training.compute_dtype
@@ -373,4 +438,3 @@ def initial_state(setup: Setup) -> TrainState:
     if setup.recipe.callbacks.ema is not None:
         ema = {k: p.detach().float().clone() for k, p in params.items()}
     return TrainState(params, adamw_init(params), ema, step=0, position=0, key=keys.key(training.data.seed))
-

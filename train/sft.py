@@ -15,6 +15,7 @@ from core import keys
 from infer.schedules import shift
 from nn import wan
 from nn.run import Run
+from nn.wan_i2v import first_frame_channels, first_frame_known
 from nn.wan_inputs import clean_estimate, model_inputs, noised, timestep_of, velocity_target
 
 # Keeps the weight 1 / sigma^2 finite at sigma = 0; the density of sigmas below it is under 0.1 %.
@@ -75,17 +76,37 @@ def draw(objective: Objective, k: keys.Key, step: int, first: int, shape: tuple[
     return Draws(noise, sigma, uniform < objective.caption_dropout)
 
 
+def image_channels(cfg: wan.WanConfig) -> tuple[str, ...]:
+    """The conditions beside text that a model takes."""
+    wanted = {"image": cfg.image_dim is not None, "first_frame": cfg.condition_channels > 0}
+    return tuple(k for k, takes in wanted.items() if takes)
+
+
 def training_inputs(
-    cfg: wan.WanConfig, clean: Tensor, text: Tensor, empty: Tensor, draws: Draws, dtype: torch.dtype
+    cfg: wan.WanConfig,
+    clean: Tensor,
+    conditions: Mapping[str, Tensor],
+    empty: Tensor,
+    draws: Draws,
+    dtype: torch.dtype,
 ) -> dict[str, Tensor]:
-    """The model's inputs of a microbatch, through the same builder as inference.
+    """The model's inputs of a microbatch, through the same builder as inference. Dropping captions keeps images.
 
     Args:
-        clean: latents `[B, C, T, H, W]`. text: `[B, L, D]`. empty: `[L, D]`, the empty caption.
+        clean: latents `[B, C, T, H, W]`.
+        conditions: `text` `[B, L, D]`, and what else the model takes: `image` `[B, M, D']`, `first_frame`
+            `[B, C, T, H, W]` without masks.
+        empty: `[L, D]`, the empty caption.
     """
-    text = torch.where(draws.dropped[:, None, None], empty, text)
+    given = dict(conditions)
+    given["text"] = torch.where(draws.dropped[:, None, None], empty, given["text"])
+    if "first_frame" in given:
+        latents = given["first_frame"]
+        temporal = cfg.condition_channels - latents.shape[1]
+        known = first_frame_known(temporal * (latents.shape[2] - 1) + 1)
+        given["first_frame"] = first_frame_channels(latents, known, temporal)
     noisy = noised(clean, draws.noise, draws.sigma)
-    return model_inputs(cfg, noisy, timestep_of(draws.sigma), {"text": text}, dtype=dtype)
+    return model_inputs(cfg, noisy, timestep_of(draws.sigma), given, dtype=dtype)
 
 
 def sample_errors(objective: Objective, velocity: Tensor, clean: Tensor, draws: Draws) -> Tensor:
@@ -107,7 +128,7 @@ def loss(
     cfg: wan.WanConfig,
     objective: Objective,
     clean: Tensor,
-    text: Tensor,
+    conditions: Mapping[str, Tensor],
     empty: Tensor,
     draws: Draws,
     *,
@@ -119,5 +140,5 @@ def loss(
     At random initialisation (a zero head) the error per element is E|noise - x0|^2: 2 for latents of unit
     variance. Arguments as in `training_inputs`.
     """
-    inputs = training_inputs(cfg, clean, text, empty, draws, dtype)
+    inputs = training_inputs(cfg, clean, conditions, empty, draws, dtype)
     return sample_errors(objective, wan.forward(params, cfg, inputs, run=run), clean, draws)

@@ -44,7 +44,8 @@ def fit_text(text: Tensor, length: int) -> Tensor:
 def microbatch_loss(setup: Setup, state: TrainState, batch: Batch, first: int) -> tuple[Tensor, Tensor]:
     """Summed squared errors and sigmas, each `[B]`, of a microbatch; its first sample is number `first` of the step."""
     clean = batch.latents.to(setup.device)
-    text = fit_text(batch.text, setup.text_length).to(setup.device)
+    conditions = {k: batch.conditions[k].to(setup.device) for k in ("text", *sft.image_channels(setup.cfg))}
+    conditions["text"] = fit_text(conditions["text"], setup.text_length)
     draws = sft.draw(setup.objective, keys.fold_in(state.key, "sft"), state.step, first, tuple(clean.shape))
     draws = sft.Draws(*(t.to(setup.device) for t in (draws.noise, draws.sigma, draws.dropped)))
     errors = sft.loss(
@@ -52,7 +53,7 @@ def microbatch_loss(setup: Setup, state: TrainState, batch: Batch, first: int) -
         setup.cfg,
         setup.objective,
         clean,
-        text,
+        conditions,
         setup.empty.to(setup.device),
         draws,
         dtype=setup.compute,

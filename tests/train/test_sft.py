@@ -124,7 +124,7 @@ def test_captions_are_dropped_at_the_rate_and_replaced_by_the_empty_one():
     assert draw(Objective(caption_dropout=1.0), KEY, 0, 0, (50, 1, 1, 1, 1)).dropped.all()
     text, empty = random("c", 6, 5, 8), random("0", 5, 8)
     draws = Draws(random("e", 6, 4, 1, 2, 2), torch.full((6,), 0.5), torch.tensor([1, 0, 0, 1, 0, 1]).bool())
-    fed = training_inputs(TINY, random("x", 6, 4, 1, 2, 2), text, empty, draws, torch.float32)["text"]
+    fed = training_inputs(TINY, random("x", 6, 4, 1, 2, 2), {"text": text}, empty, draws, torch.float32)["text"]
     assert torch.equal(fed[[0, 3, 5]], empty.expand(3, -1, -1)) and torch.equal(fed[[1, 2, 4]], text[[1, 2, 4]])
 
 
@@ -136,7 +136,7 @@ def test_the_loss_of_a_fresh_model_is_2():
     clean, n = random("x", 64, 4, 2, 4, 4), 64 * 4 * 2 * 4 * 4
     params = specs.init(wan.param_specs(TINY), KEY)
     draws = draw(Objective(), KEY, 0, 0, tuple(clean.shape))
-    text, empty = random("c", 64, 5, 8), torch.zeros(5, 8)
+    text, empty = {"text": random("c", 64, 5, 8)}, torch.zeros(5, 8)
     errors = sft.loss(params, TINY, Objective(), clean, text, empty, draws, dtype=torch.float32)
     # (noise - x0)^2 is 2 chi^2_1, of variance 8: five standard deviations of the mean.
     assert abs(float(errors.sum()) / n - 2) < 5 * math.sqrt(8 / n)
@@ -150,12 +150,13 @@ def setup_of(recipe, tmp_path):
 
 def batch(name, n, grid=(2, 4, 4)):
     text = random(f"text {name}", n, 3, 8)
-    return Batch(random(f"z {name}", n, 4, *grid), text, [3] * n, [f"{name}-{i}" for i in range(n)], list(range(n)))
+    names = [f"{name}-{i}" for i in range(n)]
+    return Batch({"video": random(f"z {name}", n, 4, *grid)}, {"text": text}, [3] * n, names, list(range(n)))
 
 
 def joined(a: Batch, b: Batch) -> Batch:
-    return Batch(torch.cat([a.latents, b.latents]), torch.cat([a.text, b.text]), a.text_lens + b.text_lens,
-                 a.names + b.names, a.indices + b.indices)  # fmt: skip
+    video, text = torch.cat([a.latents, b.latents]), torch.cat([a.text, b.text])
+    return Batch({"video": video}, {"text": text}, a.text_lens + b.text_lens, a.names + b.names, a.indices + b.indices)
 
 
 def fresh(setup) -> TrainState:
@@ -198,7 +199,7 @@ def test_unequal_microbatches_weigh_by_their_tokens(setup_of, monkeypatch):
         clean = b.latents.double()
         d = draw(setup.objective, keys.fold_in(state.key, "sft"), 0, first, tuple(clean.shape))
         draws = Draws(d.noise.double(), d.sigma.double(), d.dropped)
-        text = step_module.fit_text(b.text, setup.text_length).double()
+        text = {"text": step_module.fit_text(b.text, setup.text_length).double()}
         inputs = training_inputs(setup.cfg, clean, text, setup.empty.double(), draws, torch.float64)
         velocity = wan.forward(params, setup.cfg, inputs)
         total = total + (velocity - (draws.noise - clean)).square().sum()
@@ -315,7 +316,7 @@ def test_training_validation_and_inference_feed_the_model_the_same_tensors(
     monkeypatch.setattr(wan, "forward", trained)
     noise = initial_noise(clean.shape[1:], [seed])
     embedding = setup.components.text.embed([caption])[0]
-    data = Batch(clean, embedding[None], [len(embedding)], ["clip"], [0])
+    data = Batch({"video": clean}, {"text": embedding[None]}, [len(embedding)], ["clip"], [0])
     for call in inferred.calls:
         sigma = call["timestep"][:1] / 1000
         monkeypatch.setattr(step_module.sft, "draw", lambda *_, s=sigma: Draws(noise, s, torch.tensor([False])))

@@ -1,0 +1,172 @@
+"""Row types beside t2v: their columns, round trips, the channels of their batches, and who can be trained with them."""
+
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from core import keys
+from core.errors import UserError
+from train.data import Reader, batches, check_tensors, open_dataset
+from train.rows import I2V, ROW_TYPES, T2V, T2VA, TEXT_ONLY, RowType, collate, decode_row, encode_row
+from train.setup import CAPABILITIES, prepare
+
+GRID = (2, 2, 3)
+NOTES = {"file_name": "x.mp4", "media_type": "video", "width": 24, "height": 16, "num_frames": 5, "duration_sec": 0.2,
+         "fps": 25.0, "audio_sample_rate": 32000}  # fmt: skip
+
+
+def sample(kind: RowType, i: int, grid=GRID, audio: int = 6, dtype=torch.float32) -> dict:
+    """Sample i of a row type: random tensors, a text of 1 + i % 3 words."""
+    k = keys.fold_in(keys.key(0), i)
+    shapes = {"vae_latent": (4, *grid), "text_embedding": (1 + i % 3, 8), "clip_feature": (5, 6),
+              "first_frame_latent": (4, *grid), "audio_latent": (2, 3, audio)}  # fmt: skip
+    out = {"id": f"sample-{i}", "caption": f"caption {i}", **NOTES}
+    out |= {stem: keys.normal(keys.fold_in(k, stem), shape).to(dtype) for stem, shape in shapes.items()}
+    out["pil_image"] = (torch.arange(3 * 4 * 5).reshape(3, 4, 5) + i).to(torch.uint8)
+    stems = {c.stem for c in kind.tensors}
+    return {name: v for name, v in out.items() if name in kind.schema.names or name in stems}
+
+
+def write(path, kind: RowType, samples, group: int = 3):
+    """A file of these samples with `group` rows per row group."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [encode_row(kind, s) for s in samples]
+    pq.write_table(pa.Table.from_pylist(rows, kind.schema), path, row_group_size=group)
+    return path
+
+
+def parts(*stems: str) -> list[str]:
+    return [f"{stem}_{part}" for stem in stems for part in ("bytes", "shape", "dtype")]
+
+
+def test_columns_and_their_order_are_those_of_published_sets():
+    notes = ["file_name", "caption", "media_type", "width", "height", "num_frames", "duration_sec", "fps"]
+    image = parts("vae_latent", "text_embedding", "clip_feature", "first_frame_latent", "pil_image")
+    assert I2V.schema.names == ["id", *image, *notes]
+    sound = parts("vae_latent", "audio_latent", "text_embedding")
+    assert T2VA.schema.names == ["id", *sound, *notes, "audio_sample_rate"]
+    assert TEXT_ONLY.schema.names == ["id", *parts("text_embedding"), "caption"]
+    assert list(ROW_TYPES) == ["t2v", "i2v", "t2va", "text_only"]
+    kinds = {"bytes": pa.binary(), "shape": pa.list_(pa.int64()), "dtype": pa.string()}
+    assert all(f.type == kinds[f.name.rsplit("_", 1)[1]] for f in I2V.schema if f.name in image)
+
+
+@given(st.sampled_from(list(ROW_TYPES.values())), st.integers(0, 9), st.sampled_from([torch.float32, torch.bfloat16]))
+def test_encode_then_decode_is_bitwise_the_identity(kind, i, dtype):
+    before = sample(kind, i, dtype=dtype)
+    after = decode_row(kind, encode_row(kind, before), "here")
+    assert after.keys() == before.keys()
+    for name, value in before.items():
+        if isinstance(value, torch.Tensor):
+            assert after[name].dtype == value.dtype and torch.equal(after[name], value)
+        else:
+            assert after[name] == value
+
+
+def test_a_picture_may_be_absent_but_conditions_may_not(tmp_path):
+    without = {k: v for k, v in sample(I2V, 0).items() if k != "pil_image"}
+    row = encode_row(I2V, without)
+    assert (row["pil_image_bytes"], row["pil_image_shape"], row["pil_image_dtype"]) == (b"", [], "")
+    assert decode_row(I2V, row, "here")["pil_image"] is None
+    with pytest.raises(UserError, match="clip_feature is NoneType, expected a tensor"):
+        encode_row(I2V, {k: v for k, v in without.items() if k != "clip_feature"})
+    pq.write_table(
+        pa.Table.from_pylist([row | {"clip_feature_bytes": b"", "clip_feature_shape": []}], I2V.schema),
+        tmp_path / "x.parquet",
+    )
+    with pytest.raises(UserError, match=r"x.parquet, row 0, column clip_feature_shape: \[\], expected \[L, D\]"):
+        open_dataset(tmp_path, I2V)
+
+
+CHANNELS = {
+    "t2v": ({"video": "vae_latent"}, {"text"}),
+    "i2v": ({"video": "vae_latent"}, {"text", "image", "first_frame"}),
+    "t2va": ({"video": "vae_latent", "audio": "audio_latent"}, {"text"}),
+    "text_only": ({}, {"text"}),
+}
+
+
+@pytest.mark.parametrize("kind", ROW_TYPES.values(), ids=lambda k: k.name)
+def test_every_type_loads_and_collates_into_its_channels(tmp_path, kind):
+    write(tmp_path / "x.parquet", kind, [sample(kind, i) for i in range(7)])
+    dataset = open_dataset(tmp_path, kind)
+    targets, conditions = CHANNELS[kind.name]
+    stream = batches(dataset, key=keys.key(1), batch_size=3)
+    for _ in range(4):
+        batch = next(stream)
+        assert batch.targets.keys() == targets.keys() and batch.conditions.keys() == conditions
+        for row, index in enumerate(batch.indices):
+            wanted = sample(kind, index)
+            assert batch.names[row] == wanted["id"]
+            assert torch.equal(batch.text[row, : batch.text_lens[row]], wanted["text_embedding"])
+            assert not batch.text[row, batch.text_lens[row] :].any()
+            for channel, stem in targets.items():
+                assert torch.equal(batch.targets[channel][row], wanted[stem])
+            for channel, stem in {"image": "clip_feature", "first_frame": "first_frame_latent"}.items():
+                assert channel not in conditions or torch.equal(batch.conditions[channel][row], wanted[stem])
+
+
+def test_a_batch_never_mixes_shapes_of_any_channel(tmp_path):
+    """The same video shape with sounds of two lengths, and texts of any length."""
+    write(tmp_path / "x.parquet", T2VA, [sample(T2VA, i, audio=6 + i % 2) for i in range(8)])
+    dataset = open_dataset(tmp_path, T2VA)
+    assert dataset.shapes == ((4, *GRID), (4, *GRID)) and len(dataset.signatures) == 2
+    stream = batches(dataset, key=keys.key(1), batch_size=2)
+    lengths = {next(stream).targets["audio"].shape[-1] for _ in range(8)}
+    assert lengths == {6, 7}
+
+
+def test_pictures_are_never_read(tmp_path, monkeypatch):
+    write(tmp_path / "x.parquet", I2V, [sample(I2V, i) for i in range(3)])
+    asked, original = [], pq.ParquetFile.read_row_group
+
+    def spy(self, group, columns=None, **options):
+        asked.append(columns)
+        return original(self, group, columns=columns, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", spy)
+    got = Reader(open_dataset(tmp_path, I2V)).sample(0)
+    assert "pil_image" not in got and got["caption"] == "caption 0"
+    assert asked and not any(name.startswith("pil_image") for columns in asked for name in columns)
+
+
+def test_a_type_refuses_the_files_of_another(tmp_path):
+    paths = {k: write(tmp_path / k / "x.parquet", kind, [sample(kind, 0)]) for k, kind in ROW_TYPES.items()}
+    for ours, kind in ROW_TYPES.items():
+        for theirs, path in paths.items():
+            if ours != theirs:
+                with pytest.raises(UserError, match=f"x.parquet: not a file of row type '{ours}'"):
+                    open_dataset(path, kind)
+
+
+def test_sizes_that_do_not_fit_are_named_once_per_signature(tmp_path):
+    rows = [sample(I2V, i) for i in range(4)]
+    rows[2]["first_frame_latent"] = rows[2]["first_frame_latent"][:, :1]
+    write(tmp_path / "x.parquet", I2V, rows)
+    dataset = open_dataset(tmp_path, I2V)
+    check_tensors(dataset, {"clip_feature": (None, 6), "text_embedding": (None, 8)}, "title")
+    with pytest.raises(UserError) as error:
+        check_tensors(dataset, {"clip_feature": (None, 9), "first_frame_latent": "vae_latent"}, "title")
+    lines = str(error.value).splitlines()
+    assert lines[0] == "title" and len(lines) == 4
+    assert "x.parquet, row 0: clip_feature [5, 6] (3 such), expected [L, 9]" in str(error.value)
+    assert "x.parquet, row 2: first_frame_latent [4, 1, 2, 3] (1 such), expected [4, 2, 2, 3]" in str(error.value)
+
+
+def test_collate_pads_texts_only():
+    rows = [sample(T2V, i) for i in range(2)]
+    batch = collate(T2V, rows, [5, 9])
+    assert batch.text.shape == (2, 2, 8) and batch.text_lens == [1, 2] and batch.indices == [5, 9]
+    assert torch.equal(batch.latents, torch.stack([r["vae_latent"] for r in rows]))
+
+
+@pytest.mark.parametrize("kind", ["t2va", "text_only"])
+def test_types_that_a_method_cannot_use_are_refused_before_the_data_are_opened(recipe, tmp_path, kind):
+    assert kind not in CAPABILITIES["sft", "wan"]
+    changes = {"training.data.preprocessed_data_type": kind, "training.data.data_path": str(tmp_path / "nothing")}
+    with pytest.raises(UserError, match=f"{kind} cannot train wan with method sft; it takes: t2v, i2v"):
+        prepare(recipe(tmp_path / "run", changes))
+    assert not (tmp_path / "run").exists()
