@@ -4,7 +4,10 @@ PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
 # Without a GPU this release is enough (and may be a CPU build); with one, take what pyproject asks for.
+# TORCH_INDEX is the wheel index to take it from; empty: pip's own.
 TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || echo 'torch==2.13.0')
+
+TORCH_INDEX ?=
 
 .PHONY: demo test clean
 demo: $(VENV)/.demo
@@ -14,8 +17,9 @@ test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -q
 
 $(VENV)/.base: pyproject.toml
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11) and "Python 3.11 or newer is needed: make PYTHON=python3.12")'
 	$(PYTHON) -m venv $(VENV)
-	$(BIN)/python -m pip install -q '$(TORCH)'
+	$(BIN)/python -m pip install -q $(if $(TORCH_INDEX),--index-url $(TORCH_INDEX)) '$(TORCH)'
 	$(BIN)/python -m pip install -q -e .
 	touch $@
 

@@ -1,8 +1,9 @@
 """Errors that are a user's to fix, and one way to report many faults at once."""
 
+import contextlib
 import difflib
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 
 
 class UserError(ValueError):
@@ -25,11 +26,23 @@ def nearest_names(name: str, allowed: Iterable[str]) -> str:
     return f" (did you mean {close[0]!r}?)" if close else ""
 
 
+@contextlib.contextmanager
+def named(what: str) -> Iterator[None]:
+    """Puts `what` (the dotted key that led there) before a UserError's message."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{what}: {error}") from None
+
+
 def exit_status(work: Callable[[], object]) -> int:
-    """Runs a command line's work: 0, 2 after printing a UserError as `error: ...` to stderr, 130 when interrupted."""
+    """Runs a command line's work: 0, 2 after printing what is wrong as `error: ...` to stderr, 130 when interrupted.
+
+    A UserError is what is wrong, and so is what the system says of a file (a full disk, no permission).
+    """
     try:
         work()
-    except UserError as error:
+    except (UserError, OSError) as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:

@@ -1,142 +1,248 @@
-"""`python -m infer`: text-to-video from a pipeline folder."""
+"""`python -m infer`: text, pictures and videos to videos, with a pipeline folder or a hub id."""
 
 import argparse
+import dataclasses
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from core import devices
-from core.checkpoint import open_checkpoint
 from core.errors import UserError, exit_status, raise_faults
 from core.files import check_target
-from core.geometry import geometry_rule
-from infer.folder import Defaults, Pipeline, load_pipeline
-from infer.generate import Sampling, check_sampling, encode_prompts, pad_prompts, text_to_video
-from infer.media import contact_sheet, frame_rate, write_video
+from core.geometry import to_video
+from infer.autoencoders import decode_frames
+from infer.conditions import (
+    encode_prompts,
+    image_conditions,
+    image_features,
+    pad_prompts,
+    read_clip_feature,
+    read_embeddings,
+    save_embeddings,
+)
+from infer.flags import DTYPES, parser, prompts_of, sampling_of
+from infer.folder import Pipeline, open_pipeline, with_weights
+from infer.generate import Sampling, check_sampling, generate, start_step
+from infer.hub import resolve_model
+from infer.media import contact_sheet, frame_rate, read_video, write_video
 from infer.progress import progress
-from infer.samplers import SAMPLERS
+from infer.prompts import Prompt, Wanted, plan
 from kernels import Attention
-from kernels.attention import BACKENDS
 from nn.run import Run
 
-DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-OVER_DEFAULTS = ("num_frames", "height", "width", "steps", "guidance_scale", "sampler", "flow_shift")
 FALLBACK_FPS = 16.0  # Wan's own rate
 
 
-def parser() -> argparse.ArgumentParser:
-    """The command line."""
-    p = argparse.ArgumentParser(
-        prog="python -m infer",
-        description="Sample a video from a prompt with a Wan pipeline folder (Diffusers layout).",
-        epilog='example: python -m infer --model outputs/demo/export --prompt "a rabbit in a meadow" '
-        "--output rabbit.mp4",
-    )
-    p.add_argument("--model", required=True, metavar="DIR", help="pipeline folder, as python -m train.export writes it")
-    p.add_argument("--prompt", help="what to show; needs a text encoder in the folder")
-    p.add_argument("--negative-prompt", default="", help='what to avoid (default: "", the unconditional prompt)')
-    p.add_argument("--prompt-embeds", metavar="FILE", help="safetensors with prompt_embeds [L, D] and, for guidance, "
-                   "negative_prompt_embeds [L, D], instead of --prompt")  # fmt: skip
-    p.add_argument("--output", default="sample.mp4", metavar="FILE", help="MP4 to write (default: %(default)s)")
-    p.add_argument("--contact-sheet", metavar="FILE", help="PNG of evenly spaced frames (default: beside the MP4)")
-    p.add_argument("--num-frames", type=int, help=f"default: the folder's; {geometry_rule(4, 16)}")
-    p.add_argument("--height", type=int, help="pixels (default: the folder's)")
-    p.add_argument("--width", type=int, help="pixels (default: the folder's)")
-    p.add_argument("--fps", type=float, help="frames per second of the MP4 (default: the folder's, else 16)")
-    p.add_argument("--steps", type=int, help="denoising steps (default: the folder's, else 50)")
-    p.add_argument("--sampler", choices=sorted(SAMPLERS), help="default: the folder's scheduler")
-    p.add_argument("--flow-shift", type=float, help="shift of the noise schedule (default: the folder's)")
-    p.add_argument("--guidance-scale", type=float, help="uncond + scale * (cond - uncond); "
-                   "1 turns guidance off (default: the folder's, else 5)")  # fmt: skip
-    p.add_argument("--guidance-rescale", type=float, default=0.0, help="0..1, Lin et al. 2023 (default: 0)")
-    p.add_argument("--two-pass-guidance", action="store_true", help="two calls per step instead of a doubled batch")
-    p.add_argument("--seed", type=int, default=0, help="the same seed gives the same video (default: 0)")
-    p.add_argument("--device", help="cuda, cuda:1, mps, cpu (default: the best there is)")
-    p.add_argument("--dtype", choices=DTYPES, help="compute dtype (default: bf16 on a GPU, fp32 elsewhere)")
-    p.add_argument("--attention-backend", default="auto", choices=["auto", *(b.name for b in BACKENDS)],
-                   help="attention kernel (default: auto)")  # fmt: skip
-    return p
-
-
-def sampling_of(args: argparse.Namespace, defaults: Defaults) -> Sampling:
-    """The command line over the folder's defaults. Raises UserError naming every flag that is still missing."""
-    given = {k: getattr(args, k) for k in OVER_DEFAULTS}
-    values = {k: getattr(defaults, k) if v is None else v for k, v in given.items()}
-    missing = [f"--{k.replace('_', '-')}" for k, v in values.items() if v is None]
-    raise_faults("the folder has no default for these, so they must be given:", missing)
-    return Sampling(
-        **values,
-        guidance_rescale=args.guidance_rescale,
-        batched_guidance=not args.two_pass_guidance,
-    )
-
-
-def read_embeddings(path: str | Path, guidance: bool) -> dict[str, Tensor]:
-    """`prompt_embeds` and, for guidance, `negative_prompt_embeds` of a safetensors file as `[L, D]`, float32.
-
-    They may be stored as `[L, D]` or `[1, L, D]`. Raises UserError naming what is missing or has another shape.
-    """
-    tree = open_checkpoint(path)
-    needed = ["prompt_embeds", *(["negative_prompt_embeds"] if guidance else [])]
-    raise_faults(f"{path}: it has {', '.join(tree) or 'no keys'}", [f"missing {k}" for k in needed if k not in tree])
-    shapes = {k: tree[k].shape for k in needed}
-    bad = [k for k, shape in shapes.items() if len(shape) != 2 and not (len(shape) == 3 and shape[0] == 1)]
-    raise_faults(str(path), [f"{k} is {list(shapes[k])}, expected [L, D] or [1, L, D]" for k in bad])
-    return {k: v.float().reshape(shapes[k][-2:]) for k, v in tree.read(needed).items()}
-
-
-def conditions(args: argparse.Namespace, pipe: Pipeline, guidance: bool) -> list[Tensor | None]:
-    """Text and, with guidance, negative text `[1, L, D]`."""
-    if args.prompt_embeds is not None:
-        found = read_embeddings(args.prompt_embeds, guidance)
-        texts = [pad_prompts(pipe, [v], [f"{args.prompt_embeds}: {k}"]) for k, v in found.items()]
-    else:
-        prompts = [args.prompt, *([args.negative_prompt] if guidance else [])]
-        texts = [encode_prompts(pipe, [prompt]) for prompt in prompts]
-    return texts if guidance else [*texts, None]
-
-
-def targets(args: argparse.Namespace) -> tuple[Path, Path]:
-    """The MP4 and the contact sheet to write. Raises UserError for what cannot be written."""
+def check_outputs(args: argparse.Namespace, wanted: Sequence[Wanted]) -> Path:
+    """The contact sheet to write. Raises UserError for what cannot be written, or would replace what is read."""
     output = Path(args.output)
     sheet = output.with_suffix(".png") if args.contact_sheet is None else Path(args.contact_sheet)
     for flag, path, suffix in (("--output", output, ".mp4"), ("--contact-sheet", sheet, ".png")):
         if path.suffix.lower() != suffix:
             raise UserError(f"{flag} {path}: expected a name ending in {suffix}")
+    outputs = [*(w.output for w in wanted), sheet]
+    outputs += [] if args.save_embeds is None else [Path(args.save_embeds)]
+    outputs += [] if args.preview_every is None else [_preview_of(w.output) for w in wanted]
+    inputs = {Path(p).resolve() for p in (args.video, *(w.prompt.image for w in wanted)) if p is not None}
+    for path in outputs:
         check_target(path)
-    return output, sheet
+    clashes = [str(path) for path in dict.fromkeys(outputs) if path.resolve() in inputs]
+    raise_faults("these outputs would replace what is read; choose other names (--output, --contact-sheet):", clashes)
+    return sheet
 
 
-def run(args: argparse.Namespace) -> tuple[Path, Path]:
-    """Samples one video and writes the MP4 and the contact sheet; returns their paths."""
-    if (args.prompt is None) == (args.prompt_embeds is None):
-        raise UserError("give exactly one of --prompt and --prompt-embeds")
-    output, sheet = targets(args)
+def _preview_of(output: Path) -> Path:
+    return output.with_suffix(".preview.png")
+
+
+def check_videos(args: argparse.Namespace, pipe: Pipeline, prompts: Sequence[Prompt]) -> list[Sampling]:
+    """How each prompt is sampled. Raises one UserError with every prompt that cannot be."""
+    out, faults = [], []
+    for i, prompt in enumerate(prompts):
+        given = [*(["image"] if prompt.image is not None else []), *(["video"] if args.video is not None else [])]
+        try:
+            sampling = sampling_of(args, pipe.defaults, prompt)
+            check_sampling(pipe, sampling, given)
+            out.append(sampling)
+        except UserError as error:
+            if args.prompt_file is None:
+                raise
+            faults.append(f"data[{i}]: {error}")
+    raise_faults(f"{args.prompt_file}: prompts that cannot be sampled", faults)
+    if args.video is not None:
+        start_step(out[0].steps, args.strength)
+    return out
+
+
+def texts_of(
+    args: argparse.Namespace, pipe: Pipeline, prompts: Sequence[Prompt], guidance: bool
+) -> list[tuple[Tensor, Tensor | None]]:
+    """Text and, with guidance, negative text `[1, L, D]` of every prompt; all are embedded in one call."""
+    guidance = guidance and "text" not in dict(args.unconditional)
+    if args.prompt_embeds is not None:
+        found = read_embeddings(args.prompt_embeds, guidance)
+        rows = [pad_prompts(pipe, [v], [f"{args.prompt_embeds}: {k}"]) for k, v in found.items()]
+        return [(rows[0], rows[1] if guidance else None)]
+    negative = lambda p: args.negative_prompt if p.negative_prompt is None else p.negative_prompt  # noqa: E731
+    words = [p.caption for p in prompts] + ([negative(p) for p in prompts] if guidance else [])
+    order = list(dict.fromkeys(words))
+    rows = dict(zip(order, encode_prompts(pipe, order).split(1), strict=True))
+    return [(rows[p.caption], rows[negative(p)] if guidance else None) for p in prompts]
+
+
+Place = tuple[Path, int, int]  # a picture and the height and width at which it is used
+
+
+def read_pictures(prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> dict[Place, Tensor]:
+    """The pictures of the prompts, uint8 `[H, W, 3]`, each once per size, scaled and cropped to it."""
+    keys = [(p.image, s.height, s.width) for p, s in zip(prompts, samplings, strict=True) if p.image is not None]
+    return {key: read_video(key[0], num_frames=1, size=key[1:]).frames[0] for key in dict.fromkeys(keys)}
+
+
+def features_of(args: argparse.Namespace, pipe: Pipeline, images: Mapping[Place, Tensor]) -> dict[Place, Tensor | None]:
+    """CLIP features of every picture, from one reading of the encoder; None for models that take none.
+
+    CLIP and the transformer see the same picture, scaled and cropped.
+    """
+    if not images:
+        return {}
+    if args.clip_feature is not None:
+        return dict.fromkeys(images, read_clip_feature(args.clip_feature))
+    found = image_features(pipe, list(images.values()))
+    return dict.fromkeys(images) if found is None else dict(zip(images, found, strict=True))
+
+
+def read_starts(args: argparse.Namespace, samplings: Sequence[Sampling]) -> dict[Sampling, Tensor]:
+    """The first frames of `--video`, uint8 `[T, H, W, 3]`, for every size that is asked for; empty without it."""
+    if args.video is None:
+        return {}
+    return {
+        s: read_video(args.video, num_frames=s.num_frames, size=(s.height, s.width)).frames
+        for s in dict.fromkeys(samplings)
+    }
+
+
+def previewer(
+    args: argparse.Namespace, pipe: Pipeline, one: Wanted, steps: int
+) -> Callable[[int, Tensor], None] | None:
+    """Writes the current estimate as a contact sheet, `a.mp4` -> `a.preview.png`, each over the one before."""
+    if args.preview_every is None:
+        return None
+    path = _preview_of(one.output)
+
+    def show(step: int, x0: Tensor) -> None:
+        if step % args.preview_every == 0:
+            (frames,) = decode_frames(pipe.vae, x0)
+            contact_sheet([(f"{one.prompt.caption} (step {step} of {steps})", frames)], path)
+
+    return show
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Job:
+    """All that the videos of one prompt need besides the transformer; tensors are batches of one."""
+
+    sampling: Sampling
+    text: Tensor
+    negative: Tensor | None
+    conditions: Mapping[str, Tensor]
+    video: Tensor | None
+
+
+def prepare(args: argparse.Namespace, pipe: Pipeline, prompts: Sequence[Prompt]) -> list[Job]:
+    """Everything that is encoded, before the transformer is read: one encoder at a time is in memory.
+
+    All files are read before the first encoder is.
+    """
+    samplings = check_videos(args, pipe, prompts)
+    images, clips = read_pictures(prompts, samplings), read_starts(args, samplings)
+    texts = texts_of(args, pipe, prompts, samplings[0].guidance_scale != 1.0)
+    features = features_of(args, pipe, images)
+    videos = {s: pipe.vae.encode(to_video(frames)[None]) for s, frames in clips.items()}
+    shown: dict[tuple[Place, int], Mapping[str, Tensor]] = {}
+    out = []
+    for prompt, sampling, text in zip(prompts, samplings, texts, strict=True):
+        place = (prompt.image, sampling.height, sampling.width)
+        key = (place, sampling.num_frames)
+        if prompt.image is not None and key not in shown:
+            shown[key] = image_conditions(pipe, images[place], sampling.num_frames, features[place])
+        out.append(Job(sampling, *text, shown.get(key, {}), videos.get(sampling)))
+    return out
+
+
+def make(args: argparse.Namespace, pipe: Pipeline, job: Job, one: Wanted, label: str) -> Tensor:
+    """Frames uint8 `[T, H, W, 3]` of one video."""
+    steps = job.sampling.steps
+    with progress(label, steps if job.video is None else steps - start_step(steps, args.strength), "steps") as update:
+        (frames,) = generate(
+            pipe,
+            job.sampling,
+            job.text,
+            job.negative,
+            [one.seed],
+            conditions=job.conditions,
+            video=job.video,
+            strength=args.strength,
+            run=Run(attention=Attention(args.attention_backend)),
+            progress=lambda done, total: update(done),
+            preview=previewer(args, pipe, one, steps),
+        )
+    return frames
+
+
+def write_all(
+    args: argparse.Namespace, pipe: Pipeline, jobs: Sequence[Job], wanted: Sequence[Wanted], sheet: Path, fps: float
+) -> None:
+    """Makes and writes the videos one after another, then the contact sheet of all of them."""
+    rows = []
+    for i, one in enumerate(wanted):
+        label = "sampling" if len(wanted) == 1 else f"sampling {i + 1} of {len(wanted)}"
+        frames = make(args, pipe, jobs[i // args.samples_per_prompt], one, label)
+        # Of many videos the sheet shows few frames, so that they are not all kept.
+        rows.append((one.prompt.caption, frames if len(wanted) == 1 else frames[:: -(-len(frames) // 6)].clone()))
+        write_video(one.output, frames, fps)
+        if len(wanted) > 1:
+            print(f"wrote {one.output} (seed {one.seed})")
+    contact_sheet(rows, sheet)
+
+
+def needs_of(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:
+    """Encoders that the flags call for."""
+    pictured = args.clip_feature is None and any(p.image is not None for p in prompts)
+    return [*(["text_encoder"] if args.prompt_embeds is None else []), *(["image_encoder"] if pictured else [])]
+
+
+def run(args: argparse.Namespace) -> None:
+    """Samples the videos and writes the MP4s and the contact sheet, or with `--save-embeds` the embeddings alone.
+
+    The transformer stays in memory while its videos are decoded, a few frames at a time.
+    """
+    prompts = prompts_of(args)
+    wanted = plan(prompts, Path(args.output), args.samples_per_prompt, args.seed)
+    sheet = check_outputs(args, wanted)
     device = devices.resolve(args.device)
     dtype = devices.default_compute_dtype(device) if args.dtype is None else DTYPES[args.dtype]
-    needs = ["vae", *(["text_encoder"] if args.prompt is not None else [])]
-    pipe = load_pipeline(args.model, device=device, dtype=dtype, needs=needs)
-    sampling = sampling_of(args, pipe.defaults)
-    check_sampling(pipe, sampling)
+    needs = needs_of(args, prompts)
+    folder = resolve_model(args.model, needs)
+    pipe = open_pipeline(folder, device=device, dtype=dtype, vae_dtype=DTYPES[args.vae_dtype], needs=["vae", *needs])
     fps = next(f for f in (args.fps, pipe.defaults.fps, FALLBACK_FPS) if f is not None)
     frame_rate(fps)
-    text, negative = conditions(args, pipe, sampling.guidance_scale != 1.0)
-    how = Run(attention=Attention(args.attention_backend))
-    with progress("sampling", sampling.steps, "steps") as update:
-        (frames,) = text_to_video(
-            pipe, sampling, text, negative, [args.seed], run=how, progress=lambda done, total: update(done)
-        )
-    label = args.prompt if args.prompt is not None else Path(args.prompt_embeds).name
+    jobs = prepare(args, pipe, prompts)
+    if args.save_embeds is not None:
+        save_embeddings(args.save_embeds, jobs[0].text, jobs[0].negative, jobs[0].conditions.get("image"))
+        print(f"wrote {args.save_embeds}")
+        return
     try:
-        write_video(output, frames, fps)
-        contact_sheet([(label, frames)], sheet)
+        write_all(args, with_weights(pipe), jobs, wanted, sheet, fps)
     except OSError as error:
         raise UserError(f"the video could not be written: {error}") from None
-    print(f"wrote {output} ({sampling.num_frames} frames, {sampling.width}x{sampling.height}, {fps:g} fps) and {sheet}")
-    return output, sheet
+    s = jobs[-1].sampling
+    if len(wanted) == 1:
+        print(f"wrote {wanted[0].output} ({s.num_frames} frames, {s.width}x{s.height}, {fps:g} fps) and {sheet}")
+    else:
+        print(f"wrote {len(wanted)} videos and {sheet}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:

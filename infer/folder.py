@@ -3,7 +3,12 @@
     model_index.json      which classes stand in which folder, and the sampling defaults
     transformer/          config.json, diffusion_pytorch_model*.safetensors
     scheduler/            scheduler_config.json
-    vae/, text_encoder/   the patch codec and the hash embedder, or what the folder came with
+    vae/                  Wan's VAE (2.1 or 2.2), or the demos' patch codec
+    text_encoder/         UMT5 with the tokenizer/ beside it, or the demos' hash embedder
+    image_encoder/        CLIP's vision model with the image_processor/ beside it, of image-to-video models
+
+Every part is checked when a folder is opened; UMT5, CLIP and Wan's VAE are read by the call that needs them and
+freed after it.
 """
 
 import dataclasses
@@ -14,6 +19,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from core.checkpoint import LazyTree
 from core.errors import UserError, raise_faults
 from core.files import atomic_folder, read_json, write_json
 from core.rules import cast
@@ -21,16 +27,37 @@ from core.save import describe, save_checkpoint
 from core.specs import check
 from core.transforms import apply
 from core.trees import Params
+from infer.autoencoders import Vae, load_vae
+from infer.encoders import (
+    CLIP_VISION,
+    UMT5,
+    ImageEncoder,
+    TextEncoder,
+    load_image_encoder,
+    load_text_encoder,
+    read_mapping,
+)
 from infer.schedules import is_int, is_number
-from nn import patch_codec, text_hash
+from nn import wan_vae
 from nn.wan import WanConfig, param_specs
 from nn.wan_formats import CLASS_NAME, open_transformer, to_json
 
 INDEX = "model_index.json"
 PIPELINE = "WanPipeline"
-WAN_TEXT_LENGTH = 512  # tokens to which Wan's own pipelines pad prompt embeddings
+IMAGE_PIPELINE = "WanImageToVideoPipeline"
 SCHEDULERS = {"unipc": "UniPCMultistepScheduler", "euler": "FlowMatchEulerDiscreteScheduler"}
 SHIFT_KEYS = {"unipc": "flow_shift", "euler": "shift"}
+# How Diffusers' index names the models that we run; ours have no such entry.
+CLASSES = {
+    wan_vae.CLASS_NAME: ["diffusers", wan_vae.CLASS_NAME],
+    UMT5: ["transformers", "UMT5EncoderModel"],
+    CLIP_VISION: ["transformers", "CLIPVisionModel"],
+}
+# What must lie beside an encoder, and which entry of which file names its class.
+COMPANIONS = {
+    "text_encoder": ("tokenizer", "tokenizer_config.json", "tokenizer_class"),
+    "image_encoder": ("image_processor", "preprocessor_config.json", "image_processor_type"),
+}
 # What our samplers do, as entries of scheduler_config.json: written, and compared when a folder is read.
 BEHAVIOUR: dict[str, dict[str, Any]] = {
     "unipc": {
@@ -54,24 +81,6 @@ BEHAVIOUR: dict[str, dict[str, Any]] = {
 }
 # Diffusers' defaults where they differ from the above: what an entry that is left out means.
 OTHER_DEFAULTS = {"use_flow_sigmas": False, "prediction_type": "epsilon"}
-
-
-@dataclasses.dataclass(frozen=True)
-class Vae:
-    """An autoencoder with its weights bound: `decode(latents [B,C,t,h,w]) -> video [B,3,T,H,W]` in [-1, 1]."""
-
-    decode: Callable[[Tensor], Tensor]
-    latent_channels: int
-    spatial: int
-    temporal: int
-
-
-@dataclasses.dataclass(frozen=True)
-class TextEncoder:
-    """A text encoder: `embed(prompts) -> [L_i, D] each`, and the length to which the model pads them."""
-
-    embed: Callable[[Sequence[str]], list[Tensor]]
-    max_length: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,10 +110,12 @@ NOTED = ("num_frames", "height", "width", "fps", "text_length", "steps", "guidan
 class Pipeline:
     """A transformer with the models around it.
 
-    `vae` and `text` are None where the folder has none that we can run; `absent` then says why.
+    `vae`, `text` and `image` are None where the folder has none that we can run; `absent` then says why.
+    `params` may be leaves that are not read yet, see `open_pipeline`. `expand_timesteps` marks Wan2.2's 5B model,
+    which takes a picture as a clean first latent frame.
     """
 
-    params: Params
+    params: Params | LazyTree
     cfg: WanConfig
     vae: Vae | None
     text: TextEncoder | None
@@ -112,43 +123,19 @@ class Pipeline:
     device: torch.device
     dtype: torch.dtype
     absent: Mapping[str, str] = dataclasses.field(default_factory=dict)
-
-
-def _mapping(path: Path) -> dict[str, Any]:
-    data = read_json(path)
-    if not isinstance(data, dict):
-        raise UserError(f"{path}: it holds a {type(data).__name__}, expected a mapping")
-    return data
-
-
-def load_vae(folder: str | Path, *, device="cpu") -> Vae:
-    """The autoencoder of a `vae/` folder. Raises UserError naming the class it cannot run."""
-    name = _mapping(Path(folder) / "config.json").get("_class_name")
-    if name != patch_codec.CLASS_NAME:
-        raise UserError(f"{folder}: {name!r} cannot be run by this version, only {patch_codec.CLASS_NAME!r}")
-    params, cfg = patch_codec.load(folder, device=device)
-    return Vae(lambda z: patch_codec.decode(params, cfg, z), cfg.latent_channels, cfg.spatial, cfg.temporal)
-
-
-def load_text_encoder(folder: str | Path) -> TextEncoder:
-    """The encoder of a `text_encoder/` folder. Raises UserError naming the kind it cannot run."""
-    name = _mapping(Path(folder) / "config.json").get("model_type")
-    if name != text_hash.MODEL_TYPE:
-        raise UserError(
-            f"{folder}: text encoder {name!r} cannot be run by this version, only {text_hash.MODEL_TYPE!r}; "
-            "give precomputed prompt embeddings instead"
-        )
-    cfg = text_hash.load(folder)
-    return TextEncoder(lambda prompts: text_hash.embed(cfg, prompts), cfg.max_length)
+    image: ImageEncoder | None = None
+    expand_timesteps: bool = False
 
 
 def read_index(folder: Path) -> dict[str, Any]:
     """`model_index.json`. Raises UserError for a pipeline of another kind."""
     path = folder / INDEX
-    index = _mapping(path)
+    index = read_mapping(path)
     faults = []
-    if index.get("_class_name") != PIPELINE:
-        faults.append(f"_class_name is {index.get('_class_name')!r}, expected {PIPELINE!r}")
+    if index.get("_class_name") not in (PIPELINE, IMAGE_PIPELINE):
+        faults.append(f"_class_name is {index.get('_class_name')!r}, expected {PIPELINE!r} or {IMAGE_PIPELINE!r}")
+    if not isinstance(index.get("expand_timesteps", False), bool):
+        faults.append(f"expand_timesteps is {index['expand_timesteps']!r}, expected true or false")
     if index.get("boundary_ratio") is not None or index.get("transformer_2") not in (None, [None, None]):
         faults.append("it has two transformers (boundary_ratio, transformer_2), only one is supported")
     raise_faults(f"{path}: this pipeline cannot be sampled from", faults)
@@ -167,7 +154,7 @@ def _noted_fault(key: str, value: Any) -> str | None:
 
 def _read_scheduler(path: Path) -> tuple[dict[str, Any], list[str]]:
     """`sampler` and `flow_shift` of a scheduler_config.json, and its faults."""
-    config = _mapping(path)
+    config = read_mapping(path)
     name = config.get("_class_name")
     sampler = next((k for k, v in SCHEDULERS.items() if v == name), None)
     if sampler is None:
@@ -198,19 +185,32 @@ def read_defaults(folder: Path, index: Mapping[str, Any]) -> Defaults:
     return Defaults(**noted, **scheduler)
 
 
-def load_pipeline(
-    folder: str | Path, *, device: torch.device, dtype: torch.dtype, needs: Sequence[str] = ()
-) -> Pipeline:
-    """Opens a pipeline folder, checks all of it, then reads the weights to `device` in `dtype`.
+def _fitting(encoder: ImageEncoder, cfg: WanConfig, folder: Path) -> ImageEncoder:
+    """The encoder, if the transformer takes features of its width; else a UserError."""
+    if encoder.dim != cfg.image_dim:
+        raise UserError(f"{folder}: it makes features of width {encoder.dim}, the transformer takes {cfg.image_dim}")
+    return encoder
 
-    Leaves that stay in float32 do.
+
+def open_pipeline(
+    folder: str | Path,
+    *,
+    device: torch.device,
+    dtype: torch.dtype,
+    needs: Sequence[str] = (),
+    vae_dtype: torch.dtype = torch.float32,
+) -> Pipeline:
+    """Opens a pipeline folder and checks all of it; no weights of the transformer, UMT5, CLIP or Wan's VAE are read.
+
+    `params` of the result are lazy leaves: `with_weights` reads them, when the encoders have done their work.
 
     Args:
-        needs: of `"vae"` and `"text_encoder"`, those without which the caller cannot go on. The others are
-            None in the result where they are absent or cannot be run.
+        dtype: compute dtype of the transformer and the encoders; leaves that stay in float32 do.
+        needs: of `"vae"`, `"text_encoder"` and `"image_encoder"`, those without which the caller cannot go on. The
+            others are None in the result where they are absent or cannot be run.
 
     Raises:
-        UserError: before any weight of the transformer is read.
+        UserError: one message for what is needed and cannot be run.
     """
     folder = Path(folder)
     if not folder.is_dir():
@@ -218,8 +218,15 @@ def load_pipeline(
     index = read_index(folder)
     tree, cfg = open_transformer(folder / "transformer")
     defaults = read_defaults(folder, index)
+    loaders: dict[str, Callable[[Path], Any]] = {
+        "vae": lambda f: load_vae(f, device=device, dtype=vae_dtype, keep=False),
+        "text_encoder": lambda f: load_text_encoder(f, device=device, dtype=dtype),
+        "image_encoder": lambda f: _fitting(load_image_encoder(f, device=device, dtype=dtype), cfg, f),
+    }
     found, absent = {}, {}
-    for name, load in (("vae", lambda f: load_vae(f, device=device)), ("text_encoder", load_text_encoder)):
+    for name, load in loaders.items():
+        if name == "image_encoder" and cfg.image_dim is None:
+            continue
         try:
             found[name] = load(folder / name)
         except UserError as error:
@@ -227,8 +234,32 @@ def load_pipeline(
     raise_faults(f"{folder}: models that are needed cannot be run", [absent[name] for name in needs if name in absent])
     model_specs = param_specs(cfg)
     bound = cast(dtype, keep_fp32=lambda k: model_specs[k].keep_fp32)(tree.specs)
-    params = apply(tree, bound).read(device=device)
-    return Pipeline(params, cfg, found.get("vae"), found.get("text_encoder"), defaults, device, dtype, absent)
+    return Pipeline(
+        apply(tree, bound),
+        cfg,
+        found.get("vae"),
+        found.get("text_encoder"),
+        defaults,
+        device,
+        dtype,
+        absent,
+        found.get("image_encoder"),
+        index.get("expand_timesteps", False),
+    )
+
+
+def with_weights(pipe: Pipeline) -> Pipeline:
+    """The pipeline with its transformer read to the device; itself where that was done."""
+    if not isinstance(pipe.params, LazyTree):
+        return pipe
+    return dataclasses.replace(pipe, params=pipe.params.read(device=pipe.device))
+
+
+def load_pipeline(
+    folder: str | Path, *, device: torch.device, dtype: torch.dtype, needs: Sequence[str] = ()
+) -> Pipeline:
+    """`open_pipeline`, and the transformer read at once. Raises UserError before any weight is read."""
+    return with_weights(open_pipeline(folder, device=device, dtype=dtype, needs=needs))
 
 
 def scheduler_config(sampler: str, flow_shift: float) -> dict[str, Any]:
@@ -244,13 +275,16 @@ def save_pipeline(
     *,
     vae: Path | None = None,
     text_encoder: Path | None = None,
+    image_encoder: Path | None = None,
+    expand_timesteps: bool = False,
     transforms: Sequence[str] = (),
 ) -> None:
     """Writes a pipeline folder that appears whole: `transformer/` loads in Diffusers as it is.
 
     Args:
         params: tensors or lazy leaves with the canonical keys.
-        vae, text_encoder: folders to copy; left out when None.
+        vae, text_encoder, image_encoder: folders to copy; left out when None. The `tokenizer/` and the
+            `image_processor/` beside the encoders go with them.
 
     Raises:
         UserError: params that do not fit the config, before anything is written.
@@ -262,17 +296,31 @@ def save_pipeline(
         scheduler = scheduler_config(defaults.sampler, defaults.flow_shift)
         write_json(part / "scheduler" / "scheduler_config.json", scheduler)
         index: dict[str, Any] = {
-            "_class_name": PIPELINE,
+            "_class_name": IMAGE_PIPELINE if cfg.condition_channels else PIPELINE,
             "transformer": ["diffusers", CLASS_NAME],
             "scheduler": ["diffusers", SCHEDULERS[defaults.sampler]],
         }
-        for name, source, key in (("vae", vae, "_class_name"), ("text_encoder", text_encoder, "model_type")):
+        if expand_timesteps:
+            index["expand_timesteps"] = True
+        for name, source in (("vae", vae), ("text_encoder", text_encoder), ("image_encoder", image_encoder)):
             if source is not None:
                 copy_files(source, part / name)
-                index[name] = ["latentree", read_json(source / "config.json").get(key)]
+                index |= _copy_companion(name, source, part)
         noted = {k: getattr(defaults, k) for k in NOTED}
         index["_sampling"] = {k: v for k, v in noted.items() if v is not None}
         write_json(part / INDEX, index)
+
+
+def _copy_companion(name: str, source: Path, part: Path) -> dict[str, list[str]]:
+    """Copies what an encoder needs beside it; entries of the index for both."""
+    config = read_json(source / "config.json")
+    kind = config.get("_class_name", config.get("model_type"))
+    out = {name: CLASSES.get(kind, ["latentree", kind])}
+    if name in COMPANIONS and kind in CLASSES:
+        companion, file, entry = COMPANIONS[name]
+        copy_files(source.parent / companion, part / companion)
+        out[companion] = ["transformers", read_mapping(source.parent / companion / file).get(entry)]
+    return out
 
 
 def copy_files(source: Path, target: Path) -> None:

@@ -240,7 +240,7 @@ def _phi(k: int, z: float) -> float:
 
 @dataclass(frozen=True)
 class Sampler:
-    """`schedule(steps, shift) -> Schedule` and `run(velocity_fn, x, schedule, *, progress=None) -> x`."""
+    """`schedule(steps, shift) -> Schedule` and `run(velocity_fn, x, schedule, *, start=0, progress=None) -> x`."""
 
     schedule: Callable[[int, float], Schedule]
     run: Callable[..., Tensor]
@@ -250,18 +250,30 @@ SAMPLERS = {"euler": Sampler(flow_euler, euler), "unipc": Sampler(flow_unipc, un
 
 
 def sample(
-    name: str, velocity_fn: VelocityFn, x: Tensor, steps: int, shift: float, progress: Progress | None = None
+    name: str,
+    velocity_fn: VelocityFn,
+    x: Tensor,
+    steps: int,
+    shift: float,
+    progress: Progress | None = None,
+    *,
+    start: int = 0,
 ) -> Tensor:
-    """Runs the sampler `name` with its default schedule from noise `x` `[B, ...]`; float32 at least.
+    """Runs the sampler `name` with its default schedule from `x` `[B, ...]` at step `start`; float32 at least.
 
     Raises UserError for an unknown name and what the schedule and the sampler raise.
     """
+    sampler, schedule = schedule_of(name, steps, shift)
+    return sampler.run(velocity_fn, x, schedule, start=start, progress=progress)
+
+
+def schedule_of(name: str, steps: int, shift: float) -> tuple[Sampler, Schedule]:
+    """The sampler `name` and its default schedule. Raises UserError for an unknown name or a bad schedule."""
     if name not in SAMPLERS:
         raise UserError(
             f"unknown sampler {name!r}{nearest_names(str(name), SAMPLERS)}; allowed: {', '.join(sorted(SAMPLERS))}"
         )
-    sampler = SAMPLERS[name]
-    return sampler.run(velocity_fn, x, sampler.schedule(steps, shift), progress=progress)
+    return SAMPLERS[name], SAMPLERS[name].schedule(steps, shift)
 
 
 # --- checks --------------------------------------------------------------------------------------------------------

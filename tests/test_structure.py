@@ -1,4 +1,4 @@
-"""Imports go one way, and nothing happens on import."""
+"""Imports go one way, and importing changes nothing."""
 
 import ast
 import subprocess
@@ -40,8 +40,8 @@ def test_the_walk_sees_a_backward_arrow():
     assert backward_arrows("infer", ast.parse("import core.trees, nn")) == set()
 
 
-def test_importing_everything_touches_no_device_and_reads_no_environment():
-    """In a fresh process: no CUDA context, no change of global torch state, no files opened for writing."""
+def test_importing_everything_touches_no_device_and_no_global_state():
+    """In a fresh process: no CUDA context, no change of torch's defaults or the environment, no heavy packages."""
     modules = [".".join(f.relative_to(ROOT).with_suffix("").parts) for f in FILES]
     modules = [m.removesuffix(".__init__") for m in modules if not m.endswith("__main__")]
     code = (

@@ -99,7 +99,7 @@ class Optimizer(Section):
     )
     eps: float = Field(1e-8, gt=0, description="Added to the root of the second moment.")
     weight_decay: float = Field(0.01, ge=0, description="Decoupled weight decay.")
-    fused: bool | None = Field(None, description="Fused kernel: true, false, or null for PyTorch's own choice.")
+    fused: bool | None = Field(None, description="Fused kernel: true, false, or null: where there is one (CUDA, CPU).")
     lr_scheduler: Literal["constant", "linear", "cosine"] = Field("constant", description="Decay after the warmup.")
     lr_warmup_steps: int = Field(0, ge=0, description="Optimiser steps of linear warmup from 0.")
     min_lr_ratio: float = Field(

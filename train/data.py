@@ -78,6 +78,9 @@ def _repeats(data_path: DataPath) -> dict[Path, int]:
         for path, n in pairs
         if isinstance(n, bool) or not isinstance(n, int) or n < 1
     ]
+    paths = [Path(path) for path, _ in pairs]
+    faults += [f"{p}: given {paths.count(p)} times; to repeat data write {{path: n}}" for p in dict.fromkeys(paths)
+               if paths.count(p) > 1]  # fmt: skip
     raise_faults("data_path", faults if pairs else ["it is empty, expected at least one path"])
     return {Path(path): n for path, n in pairs}
 

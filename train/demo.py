@@ -42,13 +42,14 @@ def find_clip() -> Path:
 def demo(recipe: Path, output: Path, overrides: Sequence[str]) -> float:
     """Runs the whole chain below `output`; returns the PSNR in dB between clip and sample."""
     started, clip = time.perf_counter(), find_clip()
-    output.mkdir(parents=True, exist_ok=True)
-    (output / "videos.json").write_text(json.dumps([{"path": str(clip), "caption": CAPTION}]))
-    preprocess(output / "videos.json", output / "data", SETTINGS)
     data = json.dumps({str(output / "data"): 300})
     paths = ["--training.data.data_path", data, "--training.checkpoint.output_dir", str(output / "run")]
     paths += ["--callbacks.validation.dataset_file", str(output / "data" / "validation.json")]
-    train(load_recipe(recipe, [*paths, *overrides]))
+    made = load_recipe(recipe, [*paths, *overrides])
+    output.mkdir(parents=True, exist_ok=True)
+    (output / "videos.json").write_text(json.dumps([{"path": str(clip), "caption": CAPTION}]))
+    preprocess(output / "videos.json", output / "data", SETTINGS)
+    train(made)
     export(output / "run", output / "export")
     sample, sheet = output / "sample.mp4", output / "contact_sheet.png"
     asked = ["--model", str(output / "export"), "--prompt", CAPTION, "--output", str(sample), "--device", "cpu"]
@@ -66,9 +67,13 @@ def demo(recipe: Path, output: Path, overrides: Sequence[str]) -> float:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the demo; bad input is printed as `error: ...` to stderr, with exit status 2."""
-    p = argparse.ArgumentParser(prog="python -m train.demo", description=__doc__.split("\n")[0])
-    p.add_argument("--recipe", type=Path, default=Path("recipes/demo.yaml"))
-    p.add_argument("--output", type=Path, default=Path("outputs/demo"))
+    p = argparse.ArgumentParser(
+        prog="python -m train.demo",
+        description="A small Wan learns a real clip by heart on the CPU and plays it back. Further "
+        "--dotted.key value pairs replace keys of the recipe.",
+    )
+    p.add_argument("--recipe", type=Path, default=Path("recipes/demo.yaml"), help="(default: %(default)s)")
+    p.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder (default: %(default)s)")
     p.add_argument("--fresh", action="store_true", help="remove what an earlier demo left in the output folder")
     args, overrides = p.parse_known_args(argv)
     for folder in PARTS if args.fresh else ():

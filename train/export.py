@@ -8,6 +8,7 @@ from typing import Any
 
 from core.checkpoint import open_checkpoint
 from core.errors import UserError, exit_status, raise_faults
+from core.files import check_target
 from core.rules import cast
 from core.specs import check
 from core.transforms import apply, history
@@ -31,9 +32,9 @@ def find_checkpoint(path: str | Path) -> Path:
 
 
 def check_output(output: Path, overwrite: bool) -> None:
-    """Refuses a folder that holds anything; with `overwrite`, anything but a pipeline folder."""
+    """Refuses a place that cannot be written, and a folder that holds anything; with `overwrite`, but a pipeline."""
     if not output.exists() or (output.is_dir() and not any(output.iterdir())):
-        return
+        return check_target(output / INDEX)
     if not (output / INDEX).is_file():
         raise UserError(f"{output}: already exists and is no pipeline folder; choose another --output")
     if not overwrite:

@@ -21,7 +21,7 @@ import torch
 from torch import Tensor
 
 from core.errors import UserError, exit_status, raise_faults
-from core.files import atomic_file, atomic_folder, read_json, write_json
+from core.files import atomic_file, atomic_folder, check_target, read_json, write_json
 from core.geometry import check_geometry, geometry_rule, to_frames, to_video
 from core.save import describe
 from core.trees import Params
@@ -200,9 +200,9 @@ def _check_settings(settings: Settings) -> None:
 
 
 def check_output(folder: Path, overwrite: bool) -> None:
-    """Refuses a folder that holds anything; with `overwrite`, anything but a preprocessed set."""
+    """Refuses a place that cannot be written, and a folder that holds anything; with `overwrite`, but a set."""
     if not folder.exists() or (folder.is_dir() and not any(folder.iterdir())):
-        return
+        return check_target(folder / MANIFEST)
     if not (folder / MANIFEST).is_file():
         raise UserError(f"{folder}: already exists and is not a preprocessed set; give another --output")
     if not overwrite:

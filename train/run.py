@@ -17,10 +17,10 @@ from train import state as states
 from train.config import Recipe
 from train.data import batches
 from train.plot import loss_plot
-from train.setup import Setup, initial_state, prepare
+from train.setup import Setup, blank_state, initial_state, prepare
 from train.state import TrainState
 from train.step import check_finite, rate_of, train_row, train_step
-from train.validate import Prompt, check_prompts, validate
+from train.validate import Interrupted, Prompt, check_prompts, validate
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -44,7 +44,7 @@ def stop_requests() -> Iterator[list[int]]:
 
 
 @contextlib.contextmanager
-def resource_faults(setup: Setup, state: TrainState) -> Iterator[None]:
+def resource_faults(setup: Setup) -> Iterator[None]:
     """Turns a full disk into a UserError, and too little memory into one that says what the state takes."""
     folder = Path(setup.recipe.training.checkpoint.output_dir)
     compat.record_memory(setup.device)
@@ -52,15 +52,16 @@ def resource_faults(setup: Setup, state: TrainState) -> Iterator[None]:
         yield
     except torch.OutOfMemoryError as error:
         path = compat.dump_memory(setup.device, folder / "memory_snapshot.pickle")
+        state = blank_state(setup, "meta")
         held = num_bytes(state.params) * 2 + num_bytes(state.optimizer) + num_bytes(state.ema or {})
         raise UserError(
-            f"out of memory at step {state.step + 1}: weights, gradients, moments and EMA take {held / 2**30:.1f} GiB, "
+            f"out of memory: weights, gradients, moments and EMA take {held / 2**30:.1f} GiB, "
             "the rest are activations. Lower training.data.train_batch_size, set training.model."
             "enable_gradient_checkpointing_type: full, or with enable_torch_compile lower activation_memory_budget. "
             f"Snapshot for pytorch.org/memory_viz: {path}. ({str(error).splitlines()[0]})"
         ) from None
     except OSError as error:
-        raise UserError(f"{folder}: after step {state.step}: {error}; complete checkpoints are untouched") from error
+        raise UserError(f"{folder}: {error}; complete checkpoints are untouched") from error
 
 
 @contextlib.contextmanager
@@ -94,21 +95,26 @@ def traces(setup: Setup, log: Callable[[str], None]) -> Iterator[Callable[[int],
         finish()
 
 
-def resume(setup: Setup, state: TrainState, log) -> Path | None:
-    """Fills the state from the checkpoint that the recipe asks for; None when it asks for none."""
+def starting_state(setup: Setup, log: Callable[[str], None]) -> tuple[TrainState, Path | None]:
+    """A fresh state, or the checkpoint that the recipe asks for and its folder.
+
+    A checkpoint is judged against a state without memory before anything is allocated or read.
+    """
     asked = setup.recipe.training.checkpoint
     if asked.resume_from_checkpoint is None:
-        return None
+        return initial_state(setup), None
     folder, ours = states.find(asked.output_dir, asked.resume_from_checkpoint), setup.record()
-    states.load_into(state, folder, ours, weights_only=asked.weights_only)
+    opened = states.open_for(blank_state(setup, "meta"), folder, ours, weights_only=asked.weights_only)
+    state = blank_state(setup, setup.device)
+    states.fill(state, opened)
     if asked.weights_only:
-        state.step = states.step_of(folder)
+        state.step = opened.record["step"]
         state.position = state.step * setup.recipe.training.loop.gradient_accumulation_steps
-    threads = states.read_record(folder)["threads"]
+    threads = opened.record["threads"]
     if threads != ours["threads"] and setup.device.type == "cpu":
         log(f"note: made with {threads} threads, now {ours['threads']}: losses agree, but not to the last bit")
     log(f"resumed from {folder} at step {state.step}")
-    return folder
+    return state, folder
 
 
 def train(recipe: Recipe) -> metrics.Summary:
@@ -123,14 +129,13 @@ def train(recipe: Recipe) -> metrics.Summary:
     prompts = check_prompts(setup)
     if recipe.training.deterministic:
         compat.deterministic()
-    state = initial_state(setup)
-    last = resume(setup, state, print)
     out = Path(recipe.training.checkpoint.output_dir)
-    out.mkdir(parents=True, exist_ok=True)
-    save_config(recipe, out / "config.yaml")
-    metrics.drop_after(out / "metrics.jsonl", state.step)
-    write_setup_row(setup, state, out, time.perf_counter() - started)
-    with stop_requests() as stop, resource_faults(setup, state):
+    with stop_requests() as stop, resource_faults(setup):
+        state, last = starting_state(setup, print)
+        out.mkdir(parents=True, exist_ok=True)
+        save_config(recipe, out / "config.yaml")
+        metrics.drop_after(out / "metrics.jsonl", state.step)
+        write_setup_row(setup, state, out, time.perf_counter() - started)
         run_steps(setup, state, prompts, last, out, stop)
     summary = metrics.summary(metrics.read_rows(out / "metrics.jsonl"))
     print(metrics.summary_text(summary), flush=True)
@@ -143,9 +148,11 @@ def write_setup_row(setup: Setup, state: TrainState, out: Path, seconds: float) 
     """The first row of a run, and the same on the terminal."""
     training = setup.recipe.training
     batch = training.data.train_batch_size * training.loop.gradient_accumulation_steps
-    dtype = str(setup.compute).removeprefix("torch.")
+    dtype, size = str(setup.compute).removeprefix("torch."), num_params(state.params)
+    if setup.objective.caption_dropout > 0 and setup.components.text is None:
+        print("note: dropped captions become zeros, since there is no text encoder to embed the empty caption")
     print(
-        f"{num_params(state.params) / 1e6:,.1f} M parameters on {setup.device} in {dtype}, "
+        f"{f'{size / 1e6:,.1f} M' if size >= 1e5 else size} parameters on {setup.device} in {dtype}, "
         f"{len(setup.dataset)} samples, effective batch {batch}, output {out}",
         flush=True,
     )
@@ -175,7 +182,8 @@ def run_steps(setup, state, prompts: list[Prompt], last: Path | None, out: Path,
         data = stack.enter_context(stream(setup, state))
         while not stop:
             if prompts and validation_owed(setup, state, out):
-                timed(out, "validate", state, lambda: validate(setup, state, prompts, display.log))
+                with contextlib.suppress(Interrupted):
+                    timed(out, "validate", state, lambda: validate(setup, state, prompts, display.log, stop))
                 loss_plot(metrics.read_rows(out / "metrics.jsonl"), out / "loss.png", title=out.name)
             if stop or state.step >= total:
                 break
@@ -186,9 +194,9 @@ def run_steps(setup, state, prompts: list[Prompt], last: Path | None, out: Path,
             row = train_row(setup, step, lr, state.step, time.perf_counter() - start)
             display.update(metrics.append_row(out / "metrics.jsonl", "train", **row))
             if due(recipe.training.checkpoint.training_state_checkpointing_steps, state.step) or state.step == total:
-                last = save_now(setup, state, out, display.log)
+                last = save_now(setup, state, out, last, display.log)
         if not states.folder_of(out, state.step).is_dir():
-            save_now(setup, state, out, display.log)
+            save_now(setup, state, out, last, display.log)
         loss_plot(metrics.read_rows(out / "metrics.jsonl"), out / "loss.png", title=out.name)
         if stop:
             display.log(f"stopped by {signal.Signals(stop[0]).name} after step {state.step}; continue with "
@@ -223,8 +231,9 @@ def due(every: int, step: int) -> bool:
     return every > 0 and step % every == 0
 
 
-def save_now(setup: Setup, state: TrainState, out: Path, log) -> Path:
-    """Saves a checkpoint and notes it."""
+def save_now(setup: Setup, state: TrainState, out: Path, last: Path | None, log: Callable[[str], None]) -> Path:
+    """Saves a checkpoint and notes it; weights that are not finite are refused, with the `last` good checkpoint."""
+    states.check_weights(state, last)
     keep = setup.recipe.training.checkpoint.checkpoints_total_limit
     path = timed(out, "save", state, lambda: states.save(out, state, setup.record(), keep=keep))
     log(f"saved {path}")

@@ -10,14 +10,15 @@ import torch
 from torch import Tensor
 
 from core import devices, keys, specs
-from core.errors import UserError, nearest_names, raise_faults
-from core.files import check_target
+from core.errors import UserError, named, nearest_names, raise_faults
+from core.files import check_target, read_json
 from core.geometry import nearest_valid
 from core.rules import cast
 from core.scan import compiled, recompute, scan
 from core.transforms import apply
 from core.trees import Params
 from infer.folder import Defaults, TextEncoder, Vae, load_text_encoder, load_vae
+from infer.schedules import is_int
 from kernels import Attention, explain_attention
 from nn import wan
 from nn.config_files import parse_config
@@ -47,7 +48,9 @@ from train.streaming import Streaming
 # The row types that a method can train a kind of model with.
 CAPABILITIES: dict[tuple[str, str], tuple[str, ...]] = {("sft", "wan"): ("t2v", "i2v")}
 
-VAE_STRIDES = (8, 4)  # pixels and frames per latent of Wan 2.1, where the data set's VAE is not known
+# Pixels and frames per latent where the data set's VAE cannot be read: Wan 2.1's, and Wan 2.2's with 48 channels.
+VAE_STRIDES, VAE_STRIDES_48 = (8, 4), (16, 4)
+STRIDE_KEYS = (("spatial", "temporal"), ("scale_factor_spatial", "scale_factor_temporal"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -157,7 +160,8 @@ def model_config(role: Wan, where: str) -> wan.WanConfig:
         faults.append(f"{where}: one of init_from, preset or config is needed")
     raise_faults("the model cannot be built", faults)
     if role.init_from is not None:
-        return open_transformer(Path(role.init_from) / "transformer")[1]
+        with named(f"{where}.init_from"):
+            return open_transformer(Path(role.init_from) / "transformer")[1]
     base = wan.PRESETS[role.preset] if role.preset is not None else wan.WanConfig()
     return parse_config(wan.WanConfig, {**dataclasses.asdict(base), **role.config}, f"{where}.config")
 
@@ -256,7 +260,8 @@ def empty_caption(recipe: Recipe, cfg: wan.WanConfig, text: TextEncoder | None) 
     if length is None:
         length = 512 if text is None else text.max_length
     empty = torch.zeros(length, cfg.text_dim)
-    if text is not None:
+    # Embedded only when it is used: a large encoder takes minutes to read.
+    if text is not None and recipe.training.data.training_cfg_rate > 0:
         (embedding,) = text.embed([""])
         if embedding.shape[0] > length or embedding.shape[1] != cfg.text_dim:
             raise UserError(
@@ -267,18 +272,24 @@ def empty_caption(recipe: Recipe, cfg: wan.WanConfig, text: TextEncoder | None) 
     return empty
 
 
-def strides(vae: Vae | None) -> tuple[int, int]:
-    """Pixels and frames per latent."""
-    return VAE_STRIDES if vae is None else (vae.spatial, vae.temporal)
+def strides(components: Components, channels: int) -> tuple[int, int]:
+    """Pixels and frames per latent: of the VAE, of its config where it is not loaded, else Wan's by channels."""
+    if components.vae is not None:
+        return components.vae.spatial, components.vae.temporal
+    config = {} if components.vae_folder is None else read_json(components.vae_folder / "config.json")
+    for pair in STRIDE_KEYS:
+        if all(is_int(config.get(k)) for k in pair):
+            return config[pair[0]], config[pair[1]]
+    return VAE_STRIDES_48 if channels == 48 else VAE_STRIDES
 
 
-def expected_latents(data: Data, channels: int, vae: Vae | None) -> tuple[int | None, ...]:
+def expected_latents(data: Data, channels: int, strides_: tuple[int, int]) -> tuple[int | None, ...]:
     """`(C, t, h, w)` of the latents that `training.data` asks for; None for what it leaves to the data.
 
     Raises:
         UserError: a height or width that no latents have, with the nearest valid ones.
     """
-    spatial, temporal = strides(vae)
+    spatial, temporal = strides_
     frames = data.num_latent_t
     if frames is None and data.num_frames is not None:
         frames = (data.num_frames - 1) // temporal + 1
@@ -301,9 +312,9 @@ def open_recipe_data(data: Data) -> Dataset:
     return open_dataset(path, kind, how, manifest)
 
 
-def check_data(recipe: Recipe, cfg: wan.WanConfig, dataset: Dataset, vae: Vae | None) -> None:
+def check_data(recipe: Recipe, cfg: wan.WanConfig, dataset: Dataset, components: Components) -> None:
     """Refuses data that do not fit the model or the sizes that `training.data` asks for, naming file and row."""
-    expected = expected_latents(recipe.training.data, cfg.out_channels, vae)
+    expected = expected_latents(recipe.training.data, cfg.out_channels, strides(components, cfg.out_channels))
     check_latents(dataset, cfg.out_channels, cfg.patch_size, expected)
     first = [where(dataset, int((dataset.buckets == i).argmax())) for i in range(len(dataset.shapes))]
     faults = [f"{row}: {f}" for row, s in zip(first, dataset.shapes, strict=True) for f in check_latent_shape(cfg, s)]
@@ -325,10 +336,10 @@ def fingerprint(dataset: Dataset) -> str:
     return digest.hexdigest()
 
 
-def sampling_defaults(recipe: Recipe, dataset: Dataset, vae: Vae | None, text_length: int) -> Defaults:
+def sampling_defaults(recipe: Recipe, dataset: Dataset, components: Components, text_length: int) -> Defaults:
     """What an export notes: geometry and rate of the data's most common shape, text length, validation's sampling."""
-    _, t, h, w = common_shape(dataset)
-    spatial, temporal = strides(vae)
+    channels, t, h, w = common_shape(dataset)
+    spatial, temporal = strides(components, channels)
     validation = recipe.callbacks.validation
     noted = Defaults(
         num_frames=temporal * (t - 1) + 1,
@@ -343,7 +354,7 @@ def sampling_defaults(recipe: Recipe, dataset: Dataset, vae: Vae | None, text_le
     return dataclasses.replace(
         noted,
         sampler=validation.sampler,
-        steps=validation.sampling_steps[0],
+        steps=max(validation.sampling_steps),
         guidance_scale=validation.guidance_scale,
     )
 
@@ -384,12 +395,14 @@ def prepare(recipe: Recipe) -> Setup:
     student, training = recipe.models.student, recipe.training
     if not student.trainable:
         raise UserError("models.student.trainable: false leaves nothing to train with method sft")
-    device = devices.resolve(training.device)
+    with named("training.device"):
+        device = devices.resolve(training.device)
     cfg = model_config(student, "models.student")
     check_capability(recipe, cfg)
-    dataset = open_recipe_data(training.data)
+    with named("training.data.data_path"):
+        dataset = open_recipe_data(training.data)
     components = find_components(recipe)
-    check_data(recipe, cfg, dataset, components.vae)
+    check_data(recipe, cfg, dataset, components)
     asked = training.compute_dtype
     compute = devices.default_compute_dtype(device) if asked is None else FLOATS[asked]
     check_kernels(recipe, cfg, device, compute)
@@ -404,7 +417,7 @@ def prepare(recipe: Recipe) -> Setup:
         objective=objective_of(recipe),
         run=layers_run(recipe),
         empty=empty,
-        defaults=sampling_defaults(recipe, dataset, components.vae, empty.shape[0]),
+        defaults=sampling_defaults(recipe, dataset, components, empty.shape[0]),
         fingerprint=fingerprint(dataset),
     )
 
@@ -430,9 +443,23 @@ def _plain(data_path: Any) -> Any:
 def initial_state(setup: Setup) -> TrainState:
     """A fresh state on the run's device: weights, zero moments, and the EMA as a copy where one is kept."""
     training = setup.recipe.training
-    params = starting_params(
-        setup.recipe.models.student, setup.cfg, training.data.seed, FLOATS[training.dit_precision], setup.device
+    return _state(
+        setup,
+        starting_params(
+            setup.recipe.models.student, setup.cfg, training.data.seed, FLOATS[training.dit_precision], setup.device
+        ),
     )
+
+
+def blank_state(setup: Setup, device: torch.device | str) -> TrainState:
+    """A state with weights that are not set, for a checkpoint to fill; on `meta` it takes no memory."""
+    stored = FLOATS[setup.recipe.training.dit_precision]
+    leaf = lambda s: torch.empty(s.shape, dtype=torch.float32 if s.keep_fp32 else stored, device=device)  # noqa: E731
+    return _state(setup, {k: leaf(s) for k, s in wan.param_specs(setup.cfg).items()})
+
+
+def _state(setup: Setup, params: Params) -> TrainState:
+    training = setup.recipe.training
     params = {k: p.requires_grad_() for k, p in params.items()}
     ema = None
     if setup.recipe.callbacks.ema is not None:

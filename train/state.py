@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from core import keys
-from core.checkpoint import open_checkpoint
+from core.checkpoint import LazyTree, open_checkpoint
 from core.errors import UserError, raise_faults
 from core.files import atomic_folder, read_json, write_json
 from core.save import SCHEMA_VERSION, check_metadata, describe, save_checkpoint, save_file
@@ -28,6 +28,7 @@ from train.optim import OptState
 NAME = re.compile(r"step-(\d{6,})")
 RECORD = "checkpoint.json"
 SCALARS = "scalars.safetensors"
+ENTRIES = ("step", "config", "sampling", "vae", "text_encoder", "data", "threads")
 MODEL_TYPE = "WanTransformer3DModel"
 
 
@@ -84,7 +85,7 @@ def save(output_dir: str | Path, state: TrainState, record: Mapping[str, Any], *
             for name, tree in groups(state).items():
                 save_checkpoint(part / name, tree, metadata=metadata)
             save_file(part / SCALARS, scalars, metadata)
-            write_json(part / RECORD, {"schema_version": SCHEMA_VERSION, **record})
+            write_json(part / RECORD, {"schema_version": SCHEMA_VERSION, "step": state.step, **record})
     except OSError as error:
         raise UserError(f"{folder}: the checkpoint could not be written ({error}); older ones are untouched") from None
     for old in checkpoints(output_dir)[:-keep] if keep > 0 else []:
@@ -113,11 +114,12 @@ def find(output_dir: str | Path, which: str) -> Path:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """`checkpoint.json`. Raises UserError for a newer schema."""
+    """`checkpoint.json`. Raises UserError for another schema, and for entries that are missing."""
     record = read_json(folder / RECORD)
     version = record.get("schema_version") if isinstance(record, dict) else None
     if version != SCHEMA_VERSION:
         raise UserError(f"{folder / RECORD}: schema_version {version!r}, this version reads {SCHEMA_VERSION}")
+    raise_faults(f"{folder / RECORD}: damaged", [f"missing {k}" for k in ENTRIES if k not in record])
     return record
 
 
@@ -131,27 +133,37 @@ def differences(saved: Mapping[str, Any], ours: Mapping[str, Any], section: str)
     ]
 
 
-@torch.no_grad()
-def load_into(state: TrainState, folder: Path, record: Mapping[str, Any], *, weights_only: bool) -> None:
-    """Fills `state` in place from a checkpoint.
+@dataclasses.dataclass(frozen=True)
+class Opened:
+    """A checkpoint that fits: its trees, not read yet, and its scalars (None where only weights are wanted)."""
+
+    folder: Path
+    record: dict[str, Any]
+    trees: dict[str, LazyTree]
+    scalars: Params | None
+
+
+def open_for(state: TrainState, folder: Path, record: Mapping[str, Any], *, weights_only: bool) -> Opened:
+    """Opens a checkpoint and compares it with a state (meta tensors will do); no tensor of a tree is read.
 
     Args:
         record: of the run that resumes; its `config` must be the checkpoint's, and its `data` too, since the
             data position belongs to them.
-        weights_only: take params and the EMA (without one in the checkpoint it starts anew from the params),
-            and leave step, data position and optimiser as they start.
+        weights_only: take params and the EMA, not step, data position and optimiser.
 
     Raises:
-        UserError: another model, data or seed, damaged or missing files, keys or shapes that differ: all in
-            one message, before `state` is touched.
+        UserError: another model, data or seed, damaged or missing files, keys or shapes that differ, in one
+            message. Of another model only the entries of its config are listed: its keys say nothing more.
     """
     saved = read_record(folder)
+    title = f"{folder}: this checkpoint cannot be resumed (weights_only: true needs only params/)"
     faults = differences(saved, record, "config")
     faults += [] if weights_only else differences(saved, record, "data")
+    raise_faults(title, faults)
     wanted = groups(state)
     if weights_only:
         wanted = {k: v for k, v in wanted.items() if k == "params" or (k == "ema" and (folder / k).is_dir())}
-    trees = {}
+    trees, scalars = {}, None
     for name, tree in wanted.items():
         try:
             trees[name] = open_checkpoint(folder / name)
@@ -159,7 +171,6 @@ def load_into(state: TrainState, folder: Path, record: Mapping[str, Any], *, wei
             check(trees[name], specs_of(tree), what=f"{folder / name}", dtypes=True)
         except UserError as error:
             faults.append(str(error))
-    scalars = None
     if not weights_only:
         try:
             scalars = open_checkpoint(folder / SCALARS).read(["step", "position", "key"])
@@ -167,12 +178,39 @@ def load_into(state: TrainState, folder: Path, record: Mapping[str, Any], *, wei
                 faults.append("training.data.seed: the checkpoint was made with another seed")
         except UserError as error:
             faults.append(str(error))
-    raise_faults(f"{folder}: this checkpoint cannot be resumed (weights_only: true needs only params/)", faults)
-    for name, tree in wanted.items():
-        for k, leaf in tree.items():
-            leaf.copy_(trees[name][k].read())
-    if state.ema is not None and "ema" not in wanted:
+    raise_faults(title, faults)
+    return Opened(folder, saved, trees, scalars)
+
+
+@torch.no_grad()
+def fill(state: TrainState, opened: Opened) -> None:
+    """Fills a state in place, leaf by leaf. Without an EMA in the checkpoint it starts anew from the params."""
+    wanted = groups(state)
+    for name, tree in opened.trees.items():
+        for k, leaf in wanted[name].items():
+            leaf.copy_(tree[k].read())
+    if state.ema is not None and "ema" not in opened.trees:
         for k, leaf in state.ema.items():
             leaf.copy_(state.params[k])
-    if scalars is not None:
-        state.step, state.position = int(scalars["step"]), int(scalars["position"])
+    if opened.scalars is not None:
+        state.step, state.position = int(opened.scalars["step"]), int(opened.scalars["position"])
+
+
+def check_weights(state: TrainState, last: Path | None) -> None:
+    """Refuses to save weights that are not finite: a step with a finite loss can still leave such.
+
+    Raises:
+        UserError: names the step and the first keys, and the last good checkpoint.
+    """
+    trees = {"params": state.params, **({} if state.ema is None else {"ema": state.ema})}
+    bad = [f"{name}/{k}" for name, tree in trees.items() for k in not_finite(tree)]
+    if bad:
+        kept = "no checkpoint was saved yet" if last is None else f"the last good checkpoint is {last}"
+        raise UserError(f"step {state.step}: {len(bad)} leaves are not finite ({', '.join(bad[:3])}, ...); {kept}")
+
+
+def not_finite(tree: Params) -> list[str]:
+    """Keys of leaves with a NaN or an infinity. One copy to the host when all are finite."""
+    largest = torch.stack([leaf.detach().abs().max().float() for leaf in tree.values()])
+    finite = largest.isfinite()
+    return [] if finite.all() else [k for k, ok in zip(tree, finite.tolist(), strict=True) if not ok]

@@ -1,13 +1,13 @@
 """Validation: videos from a prompt file, sampled with the weights in training."""
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from core.errors import UserError, raise_faults
+from core.errors import UserError, named, raise_faults
 from core.files import read_json
 from core.trees import Params
 from infer.folder import Pipeline, TextEncoder
@@ -20,7 +20,7 @@ from train.config import Validation
 from train.setup import Setup
 from train.state import TrainState
 
-KEYS = ("caption", "seed", "num_frames", "height", "width", "image")
+KEYS = ("caption", "seed", "num_frames", "height", "width")
 DEFAULT_SEED = 0
 
 
@@ -54,7 +54,7 @@ def read_prompts(path: str | Path) -> list[Prompt]:
 def _entry_faults(row: Any) -> list[str]:
     if not isinstance(row, dict):
         return [f"is {row!r}, expected a mapping with a caption"]
-    faults = [f"unknown key {k!r}; allowed: {', '.join(KEYS)}" for k in row if k not in KEYS]
+    faults = [f"unknown key {k!r}; allowed: {', '.join(KEYS)}" for k in row if k not in (*KEYS, "image")]
     if not isinstance(row.get("caption"), str):
         faults.append(f"caption is {row.get('caption')!r}, expected text")
     if "image" in row:
@@ -94,7 +94,9 @@ def check_prompts(setup: Setup) -> list[Prompt]:
     v = setup.recipe.callbacks.validation
     if v is None:
         return []
-    prompts, pipe, faults = read_prompts(v.dataset_file), pipeline_of(setup, {}), []
+    with named("callbacks.validation.dataset_file"):
+        prompts = read_prompts(v.dataset_file)
+    pipe, faults = pipeline_of(setup, {}), []
     for steps in v.sampling_steps:
         SAMPLERS[v.sampler].schedule(steps, setup.recipe.pipeline.flow_shift)
     for i, prompt in enumerate(prompts):
@@ -120,22 +122,35 @@ def live_pipeline(setup: Setup, state: TrainState) -> Pipeline:
     return pipeline_of(setup, {k: p.detach() for k, p in params.items()})
 
 
+class Interrupted(Exception):
+    """Validation was asked to stop between two denoising steps."""
+
+
 @torch.no_grad()
-def validate(setup: Setup, state: TrainState, prompts: list[Prompt], log: Callable[[str], None]) -> list[Path]:
+def validate(
+    setup: Setup, state: TrainState, prompts: list[Prompt], log: Callable[[str], None], stop: Sequence[int] = ()
+) -> list[Path]:
     """Samples every prompt with every step count; writes MP4s and one contact sheet below `samples/`.
 
-    The layers run eagerly, so that validation never adds graphs to the compile cache of training.
+    The layers run eagerly, so that validation never adds graphs to the compile cache of training. Raises
+    Interrupted after the denoising step during which `stop` (the signals received) became non-empty.
     """
+
+    def progress(done: int, total: int) -> None:
+        if stop:
+            raise Interrupted
+
     v: Validation = setup.recipe.callbacks.validation
     pipe, folder = live_pipeline(setup, state), Path(setup.recipe.training.checkpoint.output_dir) / "samples"
     run = Run(attention=setup.run.attention)
     fps = next(f for f in (v.fps, setup.defaults.fps, 16.0) if f is not None)
     rows, paths = [], []
-    for i, prompt in enumerate(prompts):
-        text, negative = encode_prompts(pipe, [prompt.caption]), encode_prompts(pipe, [""])
+    # One call for all captions: a large text encoder is read for each call.
+    *texts, negative = encode_prompts(pipe, [*(p.caption for p in prompts), ""]).split(1)
+    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
         for steps in v.sampling_steps:
             sampling = sampling_for(setup, prompt, steps)
-            (frames,) = text_to_video(pipe, sampling, text, negative, [prompt.seed], run=run)
+            (frames,) = text_to_video(pipe, sampling, text, negative, [prompt.seed], run=run, progress=progress)
             path = folder / f"step-{state.step:06d}-prompt{i}-{steps}steps.mp4"
             write_video(path, frames, fps)
             rows.append((f"{prompt.caption} ({steps} step{'s' if steps > 1 else ''})", frames))

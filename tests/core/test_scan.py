@@ -15,11 +15,11 @@ from core.trees import Layered, layered, stack
 LAYERS, WIDTH = 5, 6
 
 
-def params(seed=0):
+def params(seed=0, layers=LAYERS):
     g = torch.Generator().manual_seed(seed)
     return {
         f"blocks.{i}.{k}": torch.randn(WIDTH, WIDTH, generator=g, dtype=torch.float64) * 0.4
-        for i in range(LAYERS)
+        for i in range(layers)
         for k in ("a", "b")
     }
 
@@ -184,11 +184,11 @@ def simple_block(p, carry, _):
     return carry + torch.tanh(y) @ p["b"], None
 
 
-def graphs(case):
+def graphs(case, layers):
     torch._dynamo.reset()
     counter = CompileCounterWithBackend("aot_eager")
     run = compiled(scan, backend=counter)
-    leaves = params()
+    leaves = params(layers=layers)
     x = torch.randn(3, WIDTH, dtype=torch.float64)
     train = lambda p, carry: run(simple_block, carry, stack(p, "blocks"))[0].sum().backward()  # noqa: E731
     grads = {k: v.clone().requires_grad_() for k, v in leaves.items()}
@@ -218,7 +218,9 @@ def graphs(case):
     return counter.frame_count
 
 
-def test_graphs_match_the_committed_table():
+@pytest.mark.parametrize("layers", [4, 7])
+def test_graphs_match_the_committed_table(layers):
+    """Whatever the number of layers."""
     table = table_in_docs()
     assert set(table) == {"train", "frozen embedding", "validation", "train and validation", "adapters on a subset"}
-    assert {case: graphs(case) for case in table} == table
+    assert {case: graphs(case, layers) for case in table} == table

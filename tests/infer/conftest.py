@@ -1,6 +1,7 @@
 """A tiny pipeline folder: a random Wan, a patch codec and the hash text encoder."""
 
 import dataclasses
+import functools
 import shutil
 import sys
 from pathlib import Path
@@ -46,3 +47,11 @@ def tiny(tmp_path_factory) -> Tiny:
 def own_folder(tiny, tmp_path) -> Path:
     """A copy of the tiny folder to change."""
     return Path(shutil.copytree(tiny.folder, tmp_path / "model"))
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory):
+    """`real(kind)`: a folder of tiny real components (t2v, i2v, 5b), made once; read only."""
+    from real_cases import make_real
+
+    return functools.cache(lambda kind: make_real(tmp_path_factory.mktemp(kind), kind))

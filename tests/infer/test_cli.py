@@ -212,7 +212,7 @@ def test_a_full_disk_is_reported_and_keeps_the_old_video(tiny, out, capsys, monk
 def test_exactly_one_of_prompt_and_embeddings(tiny, out, capsys, tmp_path):
     flags = embeddings(tmp_path / "e.safetensors", prompt_embeds=torch.ones(2, 8))
     for argv in (args_for(tiny.folder, out, *flags), args_for(tiny.folder, out, prompt=None)):
-        refused(capsys, argv, out, "exactly one of --prompt and --prompt-embeds")
+        refused(capsys, argv, out, "exactly one of --prompt, --prompt-file, --prompt-embeds")
 
 
 BAD_EMBEDDINGS = {

@@ -12,13 +12,13 @@ from wan_cases import configs, diffusers_model, random_params, tiny_config
 
 from core import keys
 from core.errors import UserError
+from infer.conditions import pad_prompts
 from infer.folder import Defaults, Pipeline, TextEncoder, Vae
 from infer.generate import (
     Sampling,
     check_sampling,
     initial_noise,
     latent_shape,
-    pad_prompts,
     sample_latents,
     text_to_video,
 )

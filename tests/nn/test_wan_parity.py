@@ -37,9 +37,11 @@ def compare(cfg, params, inputs):
     close(latents.grad, theirs_latents.grad, "gradient of the latents")
     theirs_grads = {k: v.grad for k, v in model.named_parameters()}
     assert set(theirs_grads) == set(leaves)
-    largest = max(g.abs().max().item() for g in theirs_grads.values())
+    # Each gradient against its own size; below a hundredth of the largest one cancellation rules.
+    floor = 1e-2 * max(g.abs().max().item() for g in theirs_grads.values())
     for name, leaf in leaves.items():
-        close(leaf.grad, theirs_grads[name], f"gradient of {name}", scale=largest)
+        own = max(theirs_grads[name].abs().max().item(), floor)
+        close(leaf.grad, theirs_grads[name], f"gradient of {name}", scale=own)
 
 
 @given(cfg=configs(), seed=st.integers(0, 10**6), grid=st.tuples(*[st.integers(1, 3)] * 3), batch=st.integers(1, 3))

@@ -63,7 +63,7 @@ def test_the_folder_says_what_it_is(exported, finished):
     assert index["transformer"] == ["diffusers", "WanTransformer3DModel"]
     noted = index["_sampling"]
     assert (noted["num_frames"], noted["height"], noted["width"], noted["fps"]) == (5, 32, 32, 8.0)
-    assert (noted["text_length"], noted["steps"], noted["guidance_scale"]) == (6, 1, 2.0)
+    assert (noted["text_length"], noted["steps"], noted["guidance_scale"]) == (6, 2, 2.0)
 
 
 def test_the_average_is_exported_when_asked_for(finished, tmp_path):

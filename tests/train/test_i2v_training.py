@@ -149,7 +149,8 @@ def test_the_image_tells_the_model_which_clip_it_is(recipe, tmp_path):
     setup = prepare(recipe(tmp_path / "no run", changes))
     train(recipe(tmp_path / "run", changes))
     state = initial_state(setup)
-    states.load_into(state, states.checkpoints(tmp_path / "run")[-1], setup.record(), weights_only=False)
+    folder = states.checkpoints(tmp_path / "run")[-1]
+    states.fill(state, states.open_for(state, folder, setup.record(), weights_only=False))
     stream = batches(setup.dataset, key=KEY, batch_size=8)
     batch = next(stream)
     swapped = dataclasses.replace(

@@ -22,7 +22,7 @@ from core.errors import UserError
 from core.trees import Params
 from nn import layers
 from train import __main__ as cli
-from train import metrics, precision
+from train import metrics, precision, run
 from train import state as states
 from train import step as step_module
 from train.config import Wan, load_recipe
@@ -397,8 +397,47 @@ def test_a_full_disk_while_logging_is_no_traceback_either(arguments, tmp_path, m
     monkeypatch.setattr(metrics, "append_row", full)
     assert cli.main(arguments(tmp_path / "run")) == 2
     error = capsys.readouterr().err
-    assert error.startswith("error: ") and "after step 3: [Errno 28] No space left on device" in error
+    assert error.startswith("error: ")
+    assert "[Errno 28] No space left on device; complete checkpoints are untouched" in error
     assert steps_saved(tmp_path / "run") == [2]
+
+
+@pytest.mark.parametrize("total", [1, 3])
+def test_a_finite_step_that_ruins_the_weights_saves_nothing(recipe, tmp_path, total):
+    """A learning rate that overflows: loss and gradients of the step are finite, the weights after it are not."""
+    huge = {"training.optimizer.learning_rate": 1e38, "training.optimizer.weight_decay": 1.0, TOTAL: total, INTERVAL: 1}
+    with pytest.raises(UserError, match="step 1: [0-9]+ leaves are not finite .*no checkpoint was saved yet"):
+        train(recipe(tmp_path / "run", huge))
+    assert steps_saved(tmp_path / "run") == []
+
+
+def test_a_signal_during_validation_stops_it_and_saves(recipe, validation, tmp_path, monkeypatch):
+    """The step before it is saved, and the validation is made up for on resume."""
+    out, real = tmp_path / "run", run.validate
+
+    def signalled(setup, state, prompts, log, stop=()):
+        os.kill(os.getpid(), signal.SIGTERM)
+        return real(setup, state, prompts, log, stop)
+
+    changes = {"callbacks.validation": validation | {"every_steps": 3}, TOTAL: 4, INTERVAL: 0}
+    monkeypatch.setattr(run, "validate", signalled)
+    with pytest.raises(SystemExit):
+        train(recipe(out, changes))
+    assert steps_saved(out) == [3] and rows(out, "validate") == [] and not (out / "samples").exists()
+    monkeypatch.undo()
+    train(recipe(out, changes | LATEST))
+    assert [row["step"] for row in rows(out, "validate")] == [3, 4]
+
+
+def test_a_bad_checkpoint_is_told_before_any_weights_are_made(recipe, finished, tmp_path, monkeypatch):
+    monkeypatch.setattr(run, "initial_state", lambda setup: pytest.fail("made weights"))
+    shutil.copytree(finished, tmp_path / "run")
+    weights = states.folder_of(tmp_path / "run", 8) / "optimizer" / "diffusion_pytorch_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[:-9])
+    blank = run.blank_state
+    monkeypatch.setattr(run, "blank_state", lambda s, d: blank(s, d) if d == "meta" else pytest.fail("allocated"))
+    with pytest.raises(UserError, match="optimizer/.*cut short"):
+        train(recipe(tmp_path / "run", LATEST))
 
 
 def test_too_little_memory_says_what_the_state_takes(recipe, tmp_path, monkeypatch):
@@ -406,7 +445,7 @@ def test_too_little_memory_says_what_the_state_takes(recipe, tmp_path, monkeypat
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nmore")
 
     monkeypatch.setattr(step_module, "microbatch_loss", exhausted)
-    with pytest.raises(UserError, match="out of memory at step 1: .* GiB.*train_batch_size.*Tried to allocate 2 GiB"):
+    with pytest.raises(UserError, match="out of memory: .* GiB.*train_batch_size.*Tried to allocate 2 GiB"):
         train(recipe(tmp_path / "run"))
 
 

@@ -1,6 +1,7 @@
 """Checkpoints: bitwise round trip, strict loading in one message, and nothing lost when a save fails."""
 
 import errno
+import json
 import shutil
 
 import pytest
@@ -16,6 +17,8 @@ from train.state import RECORD, SCALARS, TrainState
 RECORD_OF_RUN = {
     "config": {"num_layers": 2, "patch_size": [1, 2, 2]},
     "sampling": {},
+    "vae": None,
+    "text_encoder": None,
     "data": {"samples": 3, "train_batch_size": 1, "fingerprint": "aa"},
     "threads": 1,
 }
@@ -35,6 +38,11 @@ def leaves(state: TrainState) -> dict[str, torch.Tensor]:
     return {f"{group}/{k}": v.detach().clone() for group, tree in states.groups(state).items() for k, v in tree.items()}
 
 
+def load(state, folder, record, *, weights_only):
+    """As a run does: judged first, then filled."""
+    states.fill(state, states.open_for(state, folder, record, weights_only=weights_only))
+
+
 def unchanged(state, before) -> bool:
     return all(torch.equal(v, before[k]) for k, v in leaves(state).items())
 
@@ -47,7 +55,7 @@ def test_a_state_comes_back_bit_for_bit_and_in_place(tmp_path, dtype, ema):
     assert folder == states.folder_of(tmp_path, 4) == states.find(tmp_path, "latest") and states.step_of(folder) == 4
     into = make(1, 0, ema, dtype)
     places = {k: v.data_ptr() for g in states.groups(into).values() for k, v in g.items()}
-    states.load_into(into, folder, RECORD_OF_RUN, weights_only=False)
+    load(into, folder, RECORD_OF_RUN, weights_only=False)
     assert unchanged(into, leaves(saved))
     assert (into.step, into.position, into.key) == (4, 8, keys.key(0))
     assert {k: v.data_ptr() for g in states.groups(into).values() for k, v in g.items()} == places
@@ -61,17 +69,17 @@ def test_weights_only_takes_params_and_ema_and_needs_no_more(tmp_path):
     (folder / SCALARS).write_bytes(b"junk")
     moments = {k: v.clone() for k, v in into.optimizer.items()}
     other_data = RECORD_OF_RUN | {"data": {"samples": 99}}
-    states.load_into(into, folder, other_data, weights_only=True)
+    load(into, folder, other_data, weights_only=True)
     for name in ("params", "ema"):
         assert all(torch.equal(v, states.groups(saved)[name][k]) for k, v in states.groups(into)[name].items())
     assert all(torch.equal(into.optimizer[k], v) for k, v in moments.items())
     assert (into.step, into.position, into.key) == (0, 0, keys.key(9))
     shutil.rmtree(folder / "ema")
-    states.load_into(into, folder, other_data, weights_only=True)
+    load(into, folder, other_data, weights_only=True)
     assert all(torch.equal(into.ema[k], saved.params[k]) for k in saved.params), "an average starts at the weights"
     shutil.rmtree(folder / "params")
     with pytest.raises(UserError, match="step-000004/params"):
-        states.load_into(into, folder, other_data, weights_only=True)
+        load(into, folder, other_data, weights_only=True)
 
 
 def cut(path):
@@ -105,34 +113,67 @@ def test_damage_is_named_and_the_state_stays_as_it_was(tmp_path, damage):
     into = make(1, 0)
     before = leaves(into)
     with pytest.raises(UserError, match=message):
-        states.load_into(into, folder, RECORD_OF_RUN, weights_only=False)
+        load(into, folder, RECORD_OF_RUN, weights_only=False)
     assert unchanged(into, before) and (into.step, into.position) == (0, 0)
 
 
-def test_every_difference_is_in_one_message(tmp_path):
+def message_of(state, folder, record) -> str:
+    with pytest.raises(UserError) as caught:
+        load(state, folder, record, weights_only=False)
+    return str(caught.value)
+
+
+def test_another_model_is_told_by_its_config_alone(tmp_path):
+    """Its keys and shapes would be pages that say nothing more."""
     folder = states.save(tmp_path, make(0, 4), RECORD_OF_RUN, keep=0)
     shutil.rmtree(folder / "ema")
     ours = {
         "config": {"num_layers": 3, "patch_size": [1, 2, 2], "eps": 1e-6},
         "data": {"samples": 4, "train_batch_size": 1, "fingerprint": "bb"},
     }
-    into = make(1, 0, dtype=torch.bfloat16, run_seed=5)
-    into.params["extra"] = torch.zeros(2)
-    with pytest.raises(UserError) as caught:
-        states.load_into(into, folder, ours, weights_only=False)
+    said = message_of(make(1, 0, dtype=torch.bfloat16), folder, ours)
     for words in (
         "config.num_layers: the checkpoint has 2, this run 3",
         "config.eps: the checkpoint has None, this run 1e-06",
         "data.samples: the checkpoint has 3, this run 4",
         "data.fingerprint: the checkpoint has 'aa', this run 'bb'",
+        "weights_only: true needs only params/",
+    ):
+        assert words in said, words
+    assert not any(words in said for words in ("patch_size", "train_batch_size", "dtype", "ema"))
+
+
+def test_every_difference_of_the_trees_is_in_one_message(tmp_path):
+    folder = states.save(tmp_path, make(0, 4), RECORD_OF_RUN, keep=0)
+    shutil.rmtree(folder / "ema")
+    into = make(1, 0, dtype=torch.bfloat16, run_seed=5)
+    into.params["extra"] = torch.zeros(2)
+    said = message_of(into, folder, RECORD_OF_RUN)
+    for words in (
         "missing extra [2]",
         "bias has dtype torch.float32, expected torch.bfloat16",
         "step-000004/ema: no such file",
         "training.data.seed: the checkpoint was made with another seed",
-        "weights_only: true needs only params/",
     ):
-        assert words in str(caught.value), words
-    assert "patch_size" not in str(caught.value) and "train_batch_size" not in str(caught.value)
+        assert words in said, words
+
+
+def test_a_record_without_an_entry_is_damaged(tmp_path):
+    folder = states.save(tmp_path, make(0, 4), RECORD_OF_RUN, keep=0)
+    record = json.loads((folder / RECORD).read_text())
+    write_json(folder / RECORD, {k: v for k, v in record.items() if k not in ("threads", "sampling")})
+    assert "damaged\n  - missing sampling\n  - missing threads" in message_of(make(1, 0), folder, RECORD_OF_RUN)
+
+
+def test_weights_that_are_not_finite_are_never_saved():
+    state = make(0, 4)
+    states.check_weights(state, None)
+    state.ema["bias"][2] = torch.nan
+    with torch.no_grad():
+        state.params["blocks.0.w"][0, 0] = torch.inf
+    said = r"step 4: 2 leaves are not finite \(params/blocks.0.w, ema/bias.*no checkpoint"
+    with pytest.raises(UserError, match=said):
+        states.check_weights(state, None)
 
 
 @pytest.mark.parametrize("keep, left", [(0, [1, 2, 3, 10]), (1, [10]), (2, [3, 10]), (9, [1, 2, 3, 10])])
@@ -179,7 +220,7 @@ def test_a_full_disk_leaves_the_older_checkpoint_and_no_parts(tmp_path, monkeypa
     assert len(calls) == fails_at
     assert list((tmp_path / "checkpoints").iterdir()) == [folder]
     into = make(1, 0)
-    states.load_into(into, folder, RECORD_OF_RUN, weights_only=False)
+    load(into, folder, RECORD_OF_RUN, weights_only=False)
     assert unchanged(into, leaves(old))
 
 

@@ -1,0 +1,220 @@
+"""Text and image encoders: prompts and pictures to embeddings.
+
+The encoders of Wan's public folders run through the package `transformers`, which is imported only where one is
+used. Such an encoder is read from its folder by the call that needs it and freed before that call returns, so
+that it and the transformer are never in memory together; one call therefore takes everything there is to embed.
+"""
+
+import dataclasses
+import gc
+import html
+import importlib
+import importlib.util
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from core import devices
+from core.checkpoint import open_checkpoint
+from core.errors import UserError, raise_faults
+from core.files import read_json
+from nn import text_hash
+
+WAN_TEXT_LENGTH = 512  # tokens to which Wan's own pipelines pad prompt embeddings
+UMT5 = "umt5"
+CLIP_VISION = "clip_vision_model"
+PACKAGE = "transformers"
+INSTALL = 'pip install "latentree[text]" (or: pip install transformers sentencepiece ftfy)'
+
+
+@dataclasses.dataclass(frozen=True)
+class TextEncoder:
+    """A text encoder: `embed(prompts) -> [L_i, D] each`, and the length to which the model pads them."""
+
+    embed: Callable[[Sequence[str]], list[Tensor]]
+    max_length: int
+
+
+@dataclasses.dataclass(frozen=True)
+class ImageEncoder:
+    """An image encoder: `embed(images, each uint8 [H, W, 3]) -> [M, D] each`, D = `dim`."""
+
+    embed: Callable[[Sequence[Tensor]], list[Tensor]]
+    dim: int
+
+
+# --- prompts --------------------------------------------------------------------------------------------------
+
+
+def _mend(text: str) -> str:
+    """Undoes wrong decoding (mojibake) where the package ftfy is installed; without it the text stays."""
+    if importlib.util.find_spec("ftfy") is None:
+        return text
+    return importlib.import_module("ftfy").fix_text(text)
+
+
+def clean_prompt(prompt: str) -> str:
+    """A prompt as Wan's text encoder was trained on them: mended, HTML entities (also doubly escaped ones)
+    resolved, runs of white space as one space, none at the ends.
+
+    Source: `prompt_clean` of Diffusers' Wan pipelines, which also mends only where ftfy is installed.
+    """
+    text = html.unescape(html.unescape(_mend(prompt)))
+    return re.sub(r"\s+", " ", text.strip()).strip()
+
+
+# --- one encoder at a time ------------------------------------------------------------------------------------
+
+
+def read_model(class_name: str, folder: Path, device: torch.device, dtype: torch.dtype) -> Any:
+    """A `transformers` model from the safetensors of a folder, on `device`, ready for inference.
+
+    Raises UserError for weights that are missing or misshapen, which transformers would replace by random ones.
+    """
+    kind = getattr(importlib.import_module(PACKAGE), class_name)
+    try:
+        model, info = kind.from_pretrained(
+            folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+        )
+    except (OSError, ValueError, KeyError, RuntimeError) as error:
+        raise UserError(f"{folder}: {class_name} cannot be read: {error}") from error
+    faults = [f"missing {key}" for key in sorted(info["missing_keys"])]
+    faults += [f"{entry[0]} has another shape" for entry in sorted(info["mismatched_keys"])]
+    raise_faults(f"{folder}: the weights do not fit {class_name}", faults)
+    return model.to(device).eval()
+
+
+def free(device: torch.device) -> None:
+    """Gives back what models without references still occupy: `transformers` models hold cycles."""
+    gc.collect()
+    devices.empty_cache(device)
+
+
+def _used(read: Callable[[], Any], use: Callable[[Any], Any], device: torch.device) -> Any:
+    """`use(model)` of a model that is read for this call alone."""
+    try:
+        with torch.no_grad():
+            return use(read())
+    finally:
+        free(device)
+
+
+def _check_package(folder: Path, what: str) -> None:
+    if importlib.util.find_spec(PACKAGE) is None:
+        raise UserError(f"{folder}: {what} needs the package {PACKAGE}: {INSTALL}")
+
+
+def read_mapping(path: Path) -> dict[str, Any]:
+    """A JSON file that holds a mapping. Raises UserError naming it when it does not."""
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: it holds a {type(data).__name__}, expected a mapping")
+    return data
+
+
+# --- text -----------------------------------------------------------------------------------------------------
+
+
+def _tokenizer(folder: Path) -> Any:
+    try:
+        return importlib.import_module(PACKAGE).AutoTokenizer.from_pretrained(folder, local_files_only=True)
+    except (OSError, ValueError, KeyError, ImportError) as error:
+        raise UserError(f"{folder}: the tokenizer cannot be read: {error}") from error
+
+
+def _embed_prompt(model: Any, tokenizer: Any, prompt: str, device: torch.device) -> Tensor:
+    """`[L, D]` on the CPU. One prompt to a call, so that a result does not depend on the other prompts."""
+    tokens = tokenizer([prompt], padding="max_length", max_length=WAN_TEXT_LENGTH, truncation=True, return_tensors="pt")
+    ids, mask = tokens.input_ids.to(device), tokens.attention_mask.to(device)
+    states = model(ids, mask).last_hidden_state[0]
+    return states[: int(mask.sum())].cpu().clone()  # a mere slice would keep all 512 rows
+
+
+def umt5_encoder(folder: str | Path, *, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+    """UMT5 of a `text_encoder/` folder with the `tokenizer/` beside it; read by every call of `embed`, then freed.
+
+    `embed` cleans the prompts, cuts them to 512 tokens and returns the last hidden states `[L, D]` of the real
+    tokens in `dtype` on the CPU (Wan pads with zeros, not with the states of padding tokens).
+
+    Raises:
+        UserError: a missing package, tokenizer or file of weights, before anything is read.
+    """
+    folder = Path(folder)
+    tokens = folder.parent / "tokenizer"
+    _check_package(folder, "the text encoder")
+    if not tokens.is_dir():
+        raise UserError(f"{tokens}: no such folder; the text encoder beside it needs its tokenizer")
+    open_checkpoint(folder)
+    device = torch.device(device)
+
+    def embed(prompts: Sequence[str]) -> list[Tensor]:
+        tokenizer, cleaned = _tokenizer(tokens), [clean_prompt(prompt) for prompt in prompts]
+        read = lambda: read_model("UMT5EncoderModel", folder, device, dtype)  # noqa: E731
+        return _used(read, lambda model: [_embed_prompt(model, tokenizer, p, device) for p in cleaned], device)
+
+    return TextEncoder(embed, WAN_TEXT_LENGTH)
+
+
+def load_text_encoder(
+    folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> TextEncoder:
+    """The encoder of a `text_encoder/` folder: UMT5, or the hash embedder of the demos (which has no weights).
+
+    Raises UserError naming the kind it cannot run.
+    """
+    name = read_mapping(Path(folder) / "config.json").get("model_type")
+    if name == UMT5:
+        return umt5_encoder(folder, device=torch.device(device), dtype=dtype)
+    if name != text_hash.MODEL_TYPE:
+        raise UserError(
+            f"{folder}: text encoder {name!r} cannot be run by this version, only {UMT5!r} and "
+            f"{text_hash.MODEL_TYPE!r}; give precomputed prompt embeddings instead"
+        )
+    cfg = text_hash.load(folder)
+    return TextEncoder(lambda prompts: text_hash.embed(cfg, prompts), cfg.max_length)
+
+
+# --- images ---------------------------------------------------------------------------------------------------
+
+
+def load_image_encoder(
+    folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+) -> ImageEncoder:
+    """CLIP's vision model of an `image_encoder/` folder with the `image_processor/` beside it.
+
+    Read by every call of `embed`, then freed. `embed` gives the hidden states before the last layer, `[M, D]`
+    (M = patches + 1) in `dtype` on the CPU: Wan's `clip_feature`.
+
+    Raises:
+        UserError: another kind of model, a missing package, processor or file of weights.
+    """
+    folder = Path(folder)
+    config = read_mapping(folder / "config.json")
+    name = config.get("model_type")
+    if name != CLIP_VISION:
+        raise UserError(
+            f"{folder}: image encoder {name!r} cannot be run by this version, only {CLIP_VISION!r}; "
+            "give a precomputed clip_feature instead"
+        )
+    _check_package(folder, "the image encoder")
+    processor_folder = folder.parent / "image_processor"
+    if not (processor_folder / "preprocessor_config.json").is_file():
+        raise UserError(f"{processor_folder / 'preprocessor_config.json'}: no such file")
+    open_checkpoint(folder)
+    device = torch.device(device)
+
+    def embed(images: Sequence[Tensor]) -> list[Tensor]:
+        processor = importlib.import_module(PACKAGE).CLIPImageProcessor.from_pretrained(processor_folder)
+        pixels = processor(images=[image.numpy() for image in images], return_tensors="pt")["pixel_values"]
+
+        def use(model: Any) -> list[Tensor]:
+            rows = (x.to(device, dtype) for x in pixels.split(1))
+            return [model(x, output_hidden_states=True).hidden_states[-2][0].cpu().clone() for x in rows]
+
+        return _used(lambda: read_model("CLIPVisionModel", folder, device, dtype), use, device)
+
+    return ImageEncoder(embed, config.get("hidden_size", 768))

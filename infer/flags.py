@@ -1,0 +1,141 @@
+"""The command line of `python -m infer`, and what it says: prompts and sampling."""
+
+import argparse
+import dataclasses
+from pathlib import Path
+
+import torch
+
+from core.errors import raise_faults
+from core.geometry import geometry_rule
+from infer.folder import Defaults
+from infer.generate import Sampling
+from infer.prompts import Prompt, read_prompts
+from infer.samplers import SAMPLERS
+from kernels.attention import BACKENDS
+from nn.wan_inputs import CHANNELS
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+OVER_DEFAULTS = ("num_frames", "height", "width", "steps", "guidance_scale", "sampler", "flow_shift")
+SIZES = ("num_frames", "height", "width")
+POLICIES = ("keep", "zero", "drop")
+
+
+def _policy(text: str) -> tuple[str, str]:
+    """`image=zero` -> `("image", "zero")`."""
+    channel, _, action = text.partition("=")
+    if channel not in CHANNELS or action not in POLICIES:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected CHANNEL=POLICY of {CHANNELS} and {POLICIES}")
+    return channel, action
+
+
+def _what_to_show(p: argparse.ArgumentParser) -> None:
+    g = p.add_argument_group("what to show (exactly one of --prompt, --prompt-file and --prompt-embeds)")
+    g.add_argument("--prompt", help="needs a text encoder in the folder")
+    g.add_argument("--prompt-file", metavar="FILE", help='JSON {"data": [{"caption": ..., "image"?, '
+                   '"negative_prompt"?, "seed"?, "num_frames"?, "height"?, "width"?}]}: one video each')  # fmt: skip
+    g.add_argument("--prompt-embeds", metavar="FILE", help="safetensors with prompt_embeds [L, D] and, for guidance, "
+                   "negative_prompt_embeds [L, D]")  # fmt: skip
+    g.add_argument("--negative-prompt", default="", help='what to avoid (default: "", the unconditional prompt)')
+    g.add_argument("--image", metavar="FILE", help="first frame (PNG, JPEG, or the first frame of a video); scaled to "
+                   "cover the video's size, bicubic, and cropped to its centre")  # fmt: skip
+    g.add_argument("--clip-feature", metavar="FILE", help="safetensors with clip_feature [M, D] of the image, for "
+                   "models that need it in a folder without image encoder")  # fmt: skip
+    g.add_argument("--video", metavar="FILE", help="start from this video: its first frames, scaled like --image, "
+                   "noised to --strength")  # fmt: skip
+    g.add_argument("--strength", type=float, default=0.8, help="part of the steps that is run on --video, above 0 to "
+                   "1: the larger, the less is left of it (default: %(default)s)")  # fmt: skip
+    g.add_argument("--samples-per-prompt", type=int, default=1, metavar="N", help="videos of each prompt, with seeds "
+                   "seed, seed + 1, ... (default: 1)")  # fmt: skip
+
+
+def _what_to_write(p: argparse.ArgumentParser) -> None:
+    g = p.add_argument_group("what to write")
+    g.add_argument("--output", default="sample.mp4", metavar="FILE", help="MP4 to write (default: %(default)s); "
+                   "several videos get the numbers of prompt and sample: sample-003-1.mp4")  # fmt: skip
+    g.add_argument("--contact-sheet", metavar="FILE", help="PNG of evenly spaced frames (default: beside the MP4)")
+    g.add_argument("--preview-every", type=int, metavar="N", help="every N steps decode the current estimate of the "
+                   "video to OUTPUT.preview.png")  # fmt: skip
+    g.add_argument("--save-embeds", metavar="FILE", help="write the embeddings of the prompt (and clip_feature of the "
+                   "image) as safetensors for --prompt-embeds and --clip-feature, and stop")  # fmt: skip
+    g.add_argument("--num-frames", type=int, help=f"default: the folder's; {geometry_rule(4, 16)}")
+    g.add_argument("--height", type=int, help="pixels (default: the folder's)")
+    g.add_argument("--width", type=int, help="pixels (default: the folder's)")
+    g.add_argument("--fps", type=float, help="frames per second of the MP4 (default: the folder's, else 16)")
+
+
+def _how_to_sample(p: argparse.ArgumentParser) -> None:
+    g = p.add_argument_group("how to sample")
+    g.add_argument("--steps", type=int, help="denoising steps (default: the folder's, else 50)")
+    g.add_argument("--sampler", choices=sorted(SAMPLERS), help="default: the folder's scheduler")
+    g.add_argument("--flow-shift", type=float, help="shift of the noise schedule (default: the folder's)")
+    g.add_argument("--guidance-scale", type=float, help="uncond + scale * (cond - uncond); "
+                   "1 turns guidance off (default: the folder's, else 5)")  # fmt: skip
+    g.add_argument("--guidance-rescale", type=float, default=0.0, help="0..1, Lin et al. 2023 (default: 0)")
+    g.add_argument("--unconditional", type=_policy, action="append", default=[], metavar="CHANNEL=POLICY",
+                   help="what the unconditional branch does with a channel (text, image, ...): keep, zero or "
+                   "drop; by default text is the negative prompt's and the rest is kept; may be repeated")  # fmt: skip
+    g.add_argument("--two-pass-guidance", action="store_true", help="two calls per step instead of a doubled batch")
+    g.add_argument("--seed", type=int, default=0, help="the same seed gives the same video (default: 0)")
+    g.add_argument("--device", help="cuda, cuda:1, mps, cpu (default: the best there is)")
+    g.add_argument("--dtype", choices=DTYPES, help="compute dtype (default: bf16 on a GPU, fp32 elsewhere)")
+    g.add_argument("--vae-dtype", choices=DTYPES, default="fp32", help="dtype of Wan's VAE (default: %(default)s)")
+    g.add_argument("--attention-backend", default="auto", choices=["auto", *(b.name for b in BACKENDS)],
+                   help="attention kernel (default: auto)")  # fmt: skip
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    p = argparse.ArgumentParser(
+        prog="python -m infer",
+        description="Sample videos with a Wan pipeline in Diffusers' layout: from text, a picture, or a video.",
+        epilog='example: python -m infer --model outputs/demo/export --prompt "a rabbit in a meadow" '
+        "--output rabbit.mp4",
+    )
+    p.add_argument("--model", required=True, metavar="DIR|ID", help="pipeline folder, as python -m train.export writes "
+                   "it, or a hub id such as Wan-AI/Wan2.1-T2V-1.3B-Diffusers")  # fmt: skip
+    _what_to_show(p)
+    _what_to_write(p)
+    _how_to_sample(p)
+    return p
+
+
+def sampling_of(args: argparse.Namespace, defaults: Defaults, prompt: Prompt = Prompt("")) -> Sampling:
+    """The prompt's sizes over the command line over the folder's defaults.
+
+    Raises UserError naming every flag that is still missing.
+    """
+    given = {k: getattr(args, k) for k in OVER_DEFAULTS}
+    given |= {k: getattr(prompt, k) for k in SIZES if getattr(prompt, k) is not None}
+    values = {k: getattr(defaults, k) if v is None else v for k, v in given.items()}
+    missing = [f"--{k.replace('_', '-')}" for k, v in values.items() if v is None]
+    raise_faults("the folder has no default for these, so they must be given:", missing)
+    return Sampling(
+        **values,
+        guidance_rescale=args.guidance_rescale,
+        batched_guidance=not args.two_pass_guidance,
+        policy=tuple(args.unconditional),
+    )
+
+
+def prompts_of(args: argparse.Namespace) -> list[Prompt]:
+    """What the flags ask for. Raises UserError for flags that do not go together."""
+    ways = {"--prompt": args.prompt, "--prompt-file": args.prompt_file, "--prompt-embeds": args.prompt_embeds}
+    faults = []
+    if sum(v is not None for v in ways.values()) != 1:
+        faults.append(f"give exactly one of {', '.join(ways)}")
+    if args.image is not None and args.video is not None:
+        faults.append("give --image or --video, not both")
+    if args.clip_feature is not None and (args.image is None or args.prompt_file is not None):
+        faults.append("--clip-feature is that of --image, with a single prompt")
+    if args.save_embeds is not None and args.prompt is None:
+        faults.append("--save-embeds is for a single --prompt")
+    if args.preview_every is not None and args.preview_every < 1:
+        faults.append(f"--preview-every is {args.preview_every}, expected at least 1")
+    raise_faults("these flags do not go together:", faults)
+    image = None if args.image is None else Path(args.image)
+    if args.prompt_file is None:
+        label = args.prompt if args.prompt is not None else Path(args.prompt_embeds).name
+        return [Prompt(label, image=image)]
+    found = read_prompts(args.prompt_file)
+    return [dataclasses.replace(p, image=image) if p.image is None else p for p in found]
