@@ -27,25 +27,30 @@ Conditions = Mapping[str, Tensor]
 
 
 def encode_prompts(pipe: Pipeline, prompts: Sequence[str]) -> Tensor:
-    """Prompt embeddings `[B, L, D]`, zero-padded to the model's text length. Needs the pipeline's text encoder.
+    """Prompt embeddings `[B, L, D]`, cut and zero-padded to the model's text length, as captions in training.
 
-    An encoder that is read for the call is read once for all `prompts`.
+    Needs the pipeline's text encoder. An encoder that is read for the call is read once for all `prompts`.
     """
     if pipe.text is None:
         why = pipe.absent.get("text_encoder", "the pipeline has none")
         raise UserError(f"prompts need a text encoder: {why}; or give precomputed prompt embeddings")
-    return pad_prompts(pipe, pipe.text.embed(prompts))
+    length = text_length(pipe)
+    return pad_prompts(pipe, [e[:length] for e in pipe.text.embed(prompts)])
+
+
+def text_length(pipe: Pipeline) -> int:
+    """Tokens to which prompt embeddings are padded: as the folder notes, else the text encoder's, else Wan's 512."""
+    own = WAN_TEXT_LENGTH if pipe.text is None else pipe.text.max_length
+    return own if pipe.defaults.text_length is None else pipe.defaults.text_length
 
 
 def pad_prompts(pipe: Pipeline, embeddings: Sequence[Tensor], names: Sequence[str] | None = None) -> Tensor:
-    """Precomputed embeddings `[L_i, D]` as `[B, L, D]`, padded as in training.
+    """Precomputed embeddings `[L_i, D]` as `[B, L, D]`, L from `text_length`.
 
-    L is the length that the folder notes, else the text encoder's, else Wan's 512. Raises UserError naming
-    every embedding that is longer or not as wide as the model's text_dim.
+    Raises UserError naming every embedding that is longer or not as wide as the model's text_dim.
     """
-    length = WAN_TEXT_LENGTH if pipe.text is None else pipe.text.max_length
-    length = length if pipe.defaults.text_length is None else pipe.defaults.text_length
-    return pad_text(list(embeddings), length, width=pipe.cfg.text_dim, names=names).to(pipe.device)
+    rows = pad_text(list(embeddings), text_length(pipe), width=pipe.cfg.text_dim, names=names)
+    return rows.to(pipe.device)
 
 
 def _rows(path: str | Path, needed: Sequence[str], form: str) -> dict[str, Tensor]:

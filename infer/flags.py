@@ -6,7 +6,7 @@ from pathlib import Path
 
 import torch
 
-from core.errors import raise_faults
+from core.errors import UserError, raise_faults
 from core.geometry import geometry_rule
 from infer.folder import Defaults
 from infer.generate import Sampling
@@ -110,6 +110,10 @@ def sampling_of(args: argparse.Namespace, defaults: Defaults, prompt: Prompt = P
     values = {k: getattr(defaults, k) if v is None else v for k, v in given.items()}
     missing = [f"--{k.replace('_', '-')}" for k, v in values.items() if v is None]
     raise_faults("the folder has no default for these, so they must be given:", missing)
+    idle = [flag for flag, given in (("--negative-prompt", args.negative_prompt), ("--guidance-rescale",
+            args.guidance_rescale), ("--two-pass-guidance", args.two_pass_guidance)) if given]  # fmt: skip
+    if values["guidance_scale"] == 1.0 and idle:
+        raise UserError(f"guidance is off (scale 1), so {', '.join(idle)} would do nothing: give --guidance-scale too")
     return Sampling(
         **values,
         guidance_rescale=args.guidance_rescale,

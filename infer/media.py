@@ -156,7 +156,7 @@ def read_video(
                 found += 1
             source = stream.average_rate
     except av.error.FFmpegError as error:
-        raise UserError(f"{path}: cannot be decoded as video: {error}") from None
+        raise UserError(f"{path}: cannot be decoded as video: {error.strerror}") from None
     if len(frames) < (1 if num_frames is None else num_frames):
         raise _too_short(path, num_frames if num_frames is not None else 1, start, found, counter[0], rate)
     if rate is None and not source:

@@ -271,7 +271,8 @@ def parser() -> argparse.ArgumentParser:
                    "per row; paths are relative to the file's folder")  # fmt: skip
     p.add_argument("--output", required=True, metavar="DIR", help="folder to create; it appears when all is done")
     p.add_argument("--num-frames", type=int, required=True, help=f"frames taken from the start of each clip; {rule}")
-    p.add_argument("--height", type=int, required=True, help="pixels; clips are scaled to cover, the centre is kept")
+    p.add_argument("--height", type=int, required=True, help="pixels; clips are scaled to cover, "
+                   "the centre is kept; a model with patches of 2 (Wan) needs multiples of 16")  # fmt: skip
     p.add_argument("--width", type=int, required=True, help="pixels")
     p.add_argument("--fps", type=float, default=Settings.fps, help="resample to this rate by nearest timestamp "
                    "(default: each clip's own rate)")  # fmt: skip

@@ -158,6 +158,10 @@ def refused(capsys, argv, out, *parts):
 
 
 BAD_FLAGS = {
+    "guidance off": (
+        ["--guidance-scale", 1, "--negative-prompt", "dull", "--guidance-rescale", 0.5, "--two-pass-guidance"],
+        ["--negative-prompt, --guidance-rescale, --two-pass-guidance would do nothing", "--guidance-scale"],
+    ),
     "frames": (["--num-frames", 6], ["num_frames is 6, expected 4k+1: nearest valid 5 or 9"]),
     "sizes": (["--height", 20, "--width", 4], ["height is 20", "16 or 24", "width is 4", "nearest valid 8"]),
     "steps": (["--steps", 0], ["steps is 0, expected an integer of at least 1"]),

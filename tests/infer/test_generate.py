@@ -12,7 +12,7 @@ from wan_cases import configs, diffusers_model, random_params, tiny_config
 
 from core import keys
 from core.errors import UserError
-from infer.conditions import pad_prompts
+from infer.conditions import encode_prompts, pad_prompts
 from infer.folder import Defaults, Pipeline, TextEncoder, Vae
 from infer.generate import (
     Sampling,
@@ -285,6 +285,13 @@ def test_prompts_are_padded_as_in_training(options, length):
         pad_prompts(pipe, [torch.ones(length + 1, 8), torch.ones(2, 7)], ["long", "narrow"])
     assert f"long: [{length + 1}, 8], expected at most [{length}, 8]" in str(error.value)
     assert f"narrow: [2, 7], expected at most [{length}, 8]" in str(error.value)
+
+
+def test_a_prompt_longer_than_training_took_is_cut_as_captions_were():
+    pipe = pipeline(tiny_config(), {}, text_max=7, text_length=2)
+    text = dataclasses.replace(pipe.text, embed=lambda prompts: [torch.arange(24.0).view(3, 8) for _ in prompts])
+    out = encode_prompts(dataclasses.replace(pipe, text=text), ["three words here"])
+    assert torch.equal(out, torch.arange(16.0).view(1, 2, 8))
 
 
 # --- progress -------------------------------------------------------------------------------------------------
