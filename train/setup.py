@@ -349,6 +349,8 @@ def sampling_defaults(recipe: Recipe, dataset: Dataset, components: Components, 
         text_length=text_length,
         flow_shift=recipe.pipeline.flow_shift,
     )
+    if validation is None and recipe.models.student.init_from is None and recipe.training.data.training_cfg_rate == 0:
+        return dataclasses.replace(noted, guidance_scale=1.0)  # the unconditional branch was never trained
     if validation is None:
         return noted
     return dataclasses.replace(

@@ -9,7 +9,7 @@ import torch
 from core import keys
 from core.checkpoint import open_checkpoint
 from core.errors import UserError
-from infer.folder import load_pipeline
+from infer.folder import Defaults, load_pipeline
 from infer.media import read_video
 from nn import wan
 from nn.wan_formats import open_transformer, to_json
@@ -164,6 +164,13 @@ def test_what_cannot_be_exported_is_refused_before_anything_is_written(finished,
     with pytest.raises(UserError, match="cut short"):
         export(run, tmp_path / "out")
     assert sorted(p.name for p in tmp_path.iterdir()) == ["run"]
+
+
+@pytest.mark.parametrize("dropout, scale", [(0.0, 1.0), (0.5, Defaults().guidance_scale)])
+def test_guidance_is_off_where_nothing_unconditional_was_trained(recipe, tmp_path, dropout, scale):
+    """Random initial weights, no validation that says otherwise, and no caption ever dropped."""
+    changes = {"training.data.training_cfg_rate": dropout, "training.loop.max_train_steps": 1}
+    assert prepare(recipe(tmp_path / "run", changes)).defaults.guidance_scale == scale
 
 
 def test_a_run_without_models_around_it_exports_the_transformer_alone(recipe, write_set, tmp_path):
