@@ -9,54 +9,36 @@ import torch
 from torch import Tensor
 
 
-def fused_adamw_(
+def adamw_(
     params: Sequence[Tensor],
     grads: Sequence[Tensor],
     exp_avgs: Sequence[Tensor],
     exp_avg_sqs: Sequence[Tensor],
     step: Tensor,
     *,
+    fused: bool,
     lr: float,
     betas: tuple[float, float],
     weight_decay: float,
     eps: float,
 ) -> None:
-    """One fused AdamW update in place, for leaves of one device and dtype.
+    """One AdamW update in place (Loshchilov and Hutter, 2019, algorithm 2), for leaves of one device and dtype.
 
     Args:
         step: 0-d float32 on the leaves' device, already counting this update.
+        fused: PyTorch's fused kernel, else multi-tensor kernels.
     """
-    torch._fused_adamw_(
-        list(params),
-        list(grads),
-        list(exp_avgs),
-        list(exp_avg_sqs),
-        [],
-        [step] * len(params),
-        lr=lr,
-        beta1=betas[0],
-        beta2=betas[1],
-        weight_decay=weight_decay,
-        eps=eps,
-        amsgrad=False,
-        maximize=False,
-    )
+    leaves = [list(t) for t in (params, grads, exp_avgs, exp_avg_sqs)]
+    if fused:
+        torch._fused_adamw_(
+            *leaves, [], [step] * len(leaves[0]), lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay,
+            eps=eps, amsgrad=False, maximize=False,
+        )  # fmt: skip
+    else:
+        _foreach_adamw_(*leaves, step, lr, betas, weight_decay, eps)
 
 
-def foreach_adamw_(
-    params: Sequence[Tensor],
-    grads: Sequence[Tensor],
-    exp_avgs: Sequence[Tensor],
-    exp_avg_sqs: Sequence[Tensor],
-    step: Tensor,
-    *,
-    lr: float,
-    betas: tuple[float, float],
-    weight_decay: float,
-    eps: float,
-) -> None:
-    """The same update with multi-tensor kernels (Loshchilov and Hutter, 2019, algorithm 2), in place."""
-    params, grads, m, v = list(params), list(grads), list(exp_avgs), list(exp_avg_sqs)
+def _foreach_adamw_(params, grads, m, v, step, lr, betas, weight_decay, eps) -> None:
     torch._foreach_mul_(params, 1 - lr * weight_decay)
     torch._foreach_lerp_(m, grads, 1 - betas[0])
     torch._foreach_mul_(v, betas[1])

@@ -11,7 +11,6 @@ from core import keys
 from core.errors import UserError, raise_faults
 from core.geometry import check_geometry
 from infer.autoencoders import decode_frames
-from infer.conditions import encode_prompts as encode_prompts  # callers of this module need it beside it
 from infer.conditions import inputs_of, repeated, takes_image, unconditional
 from infer.folder import Pipeline
 from infer.guidance import guided
@@ -223,10 +222,3 @@ def noised_video(sampling: Sampling, video: Tensor, noise: Tensor, start: int) -
         raise UserError(f"the video's latents are {list(video.shape)}, this sampling takes {list(noise.shape)}")
     _, schedule = schedule_of(sampling.sampler, sampling.steps, sampling.flow_shift)
     return noised(video.float().cpu(), noise, schedule.sigmas[start : start + 1])
-
-
-def text_to_video(
-    pipe: Pipeline, sampling: Sampling, text: Tensor, negative: Tensor | None, seeds: Sequence[int], **options
-) -> list[Tensor]:
-    """`generate` from text alone; see there for `run` and `progress`."""
-    return generate(pipe, sampling, text, negative, seeds, **options)

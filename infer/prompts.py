@@ -55,6 +55,8 @@ def _faults(row: Any, folder: Path) -> list[str]:
     for name in (*NUMBERS, *SIZES):
         if row.get(name) is not None and not is_int(row[name]):
             faults.append(f"{name} is {row[name]!r}, expected an integer")
+    if is_int(row.get("seed")) and not -(2**63) <= row["seed"] < 2**63:
+        faults.append(f"seed is {row['seed']}, expected an integer of 64 bits")
     image = row.get("image")
     if isinstance(image, str) and not (folder / image).is_file():
         faults.append(f"image {folder / image}: no such file")

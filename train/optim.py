@@ -65,17 +65,17 @@ def adamw_update(opt: AdamW, grads: Mapping[str, Tensor], state: OptState, param
         if opt.fused and device.type not in FUSED_DEVICES:
             raise UserError(f"training.optimizer.fused: no fused AdamW on {device.type}; use null or false")
         fused = device.type in FUSED_DEVICES if opt.fused is None else opt.fused
-        update = compat.fused_adamw_ if fused else compat.foreach_adamw_
         wide = state[f"exp_avg.{keys[0]}"].dtype
         leaves = [params[k] for k in keys]
         # bf16 masters are updated through a float32 copy: their moments are float32.
         work = [p.to(wide) for p in leaves]
-        update(
+        compat.adamw_(
             work,
             [grads[k].to(wide) for k in keys],
             [state[f"exp_avg.{k}"] for k in keys],
             [state[f"exp_avg_sq.{k}"] for k in keys],
             state["step"],
+            fused=fused,
             lr=lr,
             betas=opt.betas,
             weight_decay=opt.weight_decay,

@@ -1,70 +1,24 @@
 """Validation: videos from a prompt file, sampled with the weights in training."""
 
-import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 
 from core.errors import UserError, named, raise_faults
-from core.files import read_json
 from core.trees import Params
+from infer.conditions import encode_prompts
 from infer.folder import Pipeline, TextEncoder
-from infer.generate import Sampling, check_sampling, encode_prompts, text_to_video
+from infer.generate import Sampling, check_sampling, generate
 from infer.media import contact_sheet, write_video
+from infer.prompts import Prompt, read_prompts
 from infer.samplers import SAMPLERS
-from infer.schedules import is_int
 from nn.run import Run
 from train.config import Validation
 from train.setup import Setup
 from train.state import TrainState
 
-KEYS = ("caption", "seed", "num_frames", "height", "width")
 DEFAULT_SEED = 0
-
-
-@dataclasses.dataclass(frozen=True)
-class Prompt:
-    """One entry of a prompt file; None leaves a size to the recipe."""
-
-    caption: str
-    seed: int = DEFAULT_SEED
-    num_frames: int | None = None
-    height: int | None = None
-    width: int | None = None
-
-
-def read_prompts(path: str | Path) -> list[Prompt]:
-    """The prompts of `{"data": [{"caption", "seed"?, "num_frames"?, "height"?, "width"?}]}`.
-
-    Raises:
-        UserError: one message that names the file and every entry that cannot be used. An `image` is
-            refused: text-to-video models have no place for it.
-    """
-    data = read_json(path)
-    rows = data.get("data") if isinstance(data, dict) else None
-    if not isinstance(rows, list) or not rows:
-        raise UserError(f'{path}: no prompt file: expected {{"data": [{{"caption": ...}}, ...]}}, at least one entry')
-    faults = [f"data[{i}]: {fault}" for i, row in enumerate(rows) for fault in _entry_faults(row)]
-    raise_faults(f"{path}: prompts that cannot be used", faults)
-    return [Prompt(**row) for row in rows]
-
-
-def _entry_faults(row: Any) -> list[str]:
-    if not isinstance(row, dict):
-        return [f"is {row!r}, expected a mapping with a caption"]
-    faults = [f"unknown key {k!r}; allowed: {', '.join(KEYS)}" for k in row if k not in (*KEYS, "image")]
-    if not isinstance(row.get("caption"), str):
-        faults.append(f"caption is {row.get('caption')!r}, expected text")
-    if "image" in row:
-        faults.append("image: this model takes text only")
-    for name in ("seed", "num_frames", "height", "width"):
-        if name in row and not is_int(row[name]):
-            faults.append(f"{name} is {row[name]!r}, expected an integer")
-    if is_int(row.get("seed")) and not -(2**63) <= row["seed"] < 2**63:
-        faults.append(f"seed is {row['seed']}, expected an integer of 64 bits")
-    return faults
 
 
 def sampling_for(setup: Setup, prompt: Prompt, steps: int) -> Sampling:
@@ -100,6 +54,8 @@ def check_prompts(setup: Setup) -> list[Prompt]:
     for steps in v.sampling_steps:
         SAMPLERS[v.sampler].schedule(steps, setup.recipe.pipeline.flow_shift)
     for i, prompt in enumerate(prompts):
+        if prompt.image is not None:
+            faults.append(f"data[{i}]: image: this model takes text only")
         try:
             check_sampling(pipe, sampling_for(setup, prompt, v.sampling_steps[0]))
         except UserError as error:
@@ -146,11 +102,14 @@ def validate(
     fps = next(f for f in (v.fps, setup.defaults.fps, 16.0) if f is not None)
     rows, paths = [], []
     # One call for all captions: a large text encoder is read for each call.
-    *texts, negative = encode_prompts(pipe, [*(p.caption for p in prompts), ""]).split(1)
-    for i, (prompt, text) in enumerate(zip(prompts, texts, strict=True)):
+    avoid = ["" if p.negative_prompt is None else p.negative_prompt for p in prompts]
+    embedded = encode_prompts(pipe, [*(p.caption for p in prompts), *avoid]).split(1)
+    pairs = zip(embedded[: len(prompts)], embedded[len(prompts) :], strict=True)
+    for i, (prompt, (text, negative)) in enumerate(zip(prompts, pairs, strict=True)):
+        seed = DEFAULT_SEED if prompt.seed is None else prompt.seed
         for steps in v.sampling_steps:
             sampling = sampling_for(setup, prompt, steps)
-            (frames,) = text_to_video(pipe, sampling, text, negative, [prompt.seed], run=run, progress=progress)
+            (frames,) = generate(pipe, sampling, text, negative, [seed], run=run, progress=progress)
             path = folder / f"step-{state.step:06d}-prompt{i}-{steps}steps.mp4"
             write_video(path, frames, fps)
             rows.append((f"{prompt.caption} ({steps} step{'s' if steps > 1 else ''})", frames))

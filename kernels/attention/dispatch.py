@@ -58,7 +58,8 @@ def _cudnn_refusal(request: AttentionRequest) -> str | None:
 
 
 def _run_sdpa(q, k, v, **options) -> Tensor:
-    # On CUDA cuDNN leads the order: on Hopper it is the fastest of the four (benchmarks/train_step.py).
+    # On CUDA cuDNN leads the order, flash, efficient and math follow: the order of speed seen on a Hopper GPU
+    # (benchmarks/train_step.py --attention NAME compares them within a step).
     return sdpa(q, k, v, **options, backends=FAST if q.is_cuda and q.dtype.itemsize == 2 else None)
 
 

@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 from wan_cases import configs, diffusers_model, random_inputs, random_params, tiny_config
 
 from core.errors import UserError
+from infer.conditions import encode_prompts
 from infer.folder import INDEX, NOTED, SCHEDULERS, Defaults, load_pipeline, read_defaults, read_index, save_pipeline
-from infer.generate import Sampling, check_sampling, encode_prompts, initial_noise, sample_latents
+from infer.generate import Sampling, check_sampling, initial_noise, sample_latents
 from nn import wan
 from nn.wan import param_specs
 from nn.wan_formats import open_transformer

@@ -17,10 +17,10 @@ from infer.folder import Defaults, Pipeline, TextEncoder, Vae
 from infer.generate import (
     Sampling,
     check_sampling,
+    generate,
     initial_noise,
     latent_shape,
     sample_latents,
-    text_to_video,
 )
 from infer.progress import progress, tracked
 from kernels import Attention
@@ -172,9 +172,9 @@ def test_a_video_depends_on_its_own_seed_and_prompt_alone():
     params, _, text, negative = case(cfg, 3, 2)
     pipe = pipeline(cfg, params)
     sampling = Sampling(num_frames=5, height=16, width=32, steps=3)
-    both = text_to_video(pipe, sampling, text, negative, [7, 8])
+    both = generate(pipe, sampling, text, negative, [7, 8])
     for i, frames in enumerate(both):
-        (alone,) = text_to_video(pipe, sampling, text[i : i + 1], negative[i : i + 1], [7 + i])
+        (alone,) = generate(pipe, sampling, text[i : i + 1], negative[i : i + 1], [7 + i])
         assert frames.shape == (5, 16, 32, 3) and frames.dtype == torch.uint8
         assert (frames.int() - alone.int()).abs().max() <= 1
     assert (both[0].int() - both[1].int()).abs().max() > 10
@@ -183,7 +183,7 @@ def test_a_video_depends_on_its_own_seed_and_prompt_alone():
 def test_the_same_call_gives_the_same_bits():
     cfg = tiny_config(num_layers=2)
     params, _, text, negative = case(cfg, 0, 1)
-    run = lambda seed: text_to_video(pipeline(cfg, params), Sampling(5, 16, 16, steps=2), text, negative, [seed])[0]  # noqa: E731
+    run = lambda seed: generate(pipeline(cfg, params), Sampling(5, 16, 16, steps=2), text, negative, [seed])[0]  # noqa: E731
     assert torch.equal(run(1), run(1)) and not torch.equal(run(1), run(2))
 
 
@@ -223,7 +223,7 @@ def test_seeds_and_prompts_must_be_as_many():
     cfg = tiny_config(num_layers=1)
     params, _, text, negative = case(cfg, 0, 2)
     with pytest.raises(UserError, match="1 seeds for 2 prompts"):
-        text_to_video(pipeline(cfg, params), Sampling(5, 16, 16), text, negative, [0])
+        generate(pipeline(cfg, params), Sampling(5, 16, 16), text, negative, [0])
 
 
 @pytest.mark.parametrize(
@@ -240,7 +240,7 @@ def test_geometry_and_steps_name_the_nearest_valid_values(changes, parts):
     pipe = pipeline(cfg, {})
     check_sampling(pipe, Sampling(5, 16, 16))
     with pytest.raises(UserError) as error:
-        text_to_video(pipe, dataclasses.replace(Sampling(5, 16, 16), **changes), torch.zeros(1, 1, 8), None, [0])
+        generate(pipe, dataclasses.replace(Sampling(5, 16, 16), **changes), torch.zeros(1, 1, 8), None, [0])
     assert all(part in str(error.value) for part in parts)
 
 
@@ -262,7 +262,7 @@ def test_values_that_are_not_finite_do_not_become_black_frames(bad):
     params, _, text, negative = case(cfg, 0, 1)
     text[0, 0, 0] = bad
     with pytest.raises(UserError, match="NaN or infinite latents"):
-        text_to_video(pipeline(cfg, params), Sampling(5, 16, 16, steps=1), text, negative, [0])
+        generate(pipeline(cfg, params), Sampling(5, 16, 16, steps=1), text, negative, [0])
 
 
 def test_latents_of_a_geometry():

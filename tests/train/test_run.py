@@ -517,8 +517,9 @@ def test_bad_input_is_one_line_on_stderr_and_nothing_is_written(case, arguments,
 
 
 PROMPTS = {
-    "image": ({"caption": "x", "image": "a.png"}, "data[1]: image: this model takes text only"),
-    "misspelt": ({"caption": "x", "sede": 1}, "data[1]: unknown key 'sede'; allowed: caption, seed"),
+    "image": ({"caption": "x", "image": "prompts.json"}, "data[1]: image: this model takes text only"),
+    "misspelt": ({"caption": "x", "sede": 1}, "data[1]: unknown key 'sede' (did you mean 'seed'?); allowed: caption, "),
+    "missing image": ({"caption": "x", "image": "a.png"}, "data[1]: image "),
     "no caption": ({"seed": 1}, "data[1]: caption is None, expected text"),
     "bool": ({"caption": "x", "seed": True}, "data[1]: seed is True, expected an integer"),
     "seed": ({"caption": "x", "seed": 2**63}, "data[1]: seed is 9223372036854775808, expected an integer of 64 bits"),

@@ -10,8 +10,9 @@ from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
 from core import keys, specs
+from infer.conditions import encode_prompts
 from infer.folder import load_pipeline
-from infer.generate import Sampling, encode_prompts, initial_noise, latent_shape, text_to_video
+from infer.generate import Sampling, generate, initial_noise, latent_shape
 from kernels import Attention
 from nn import wan
 from nn.run import Run
@@ -296,7 +297,8 @@ def test_training_validation_and_inference_feed_the_model_the_same_tensors(
     )
     setup = dataclasses.replace(setup, recipe=setup.recipe.model_copy(
         update={"callbacks": setup.recipe.callbacks.model_copy(update={"validation": v})}))  # fmt: skip
-    state, prompt = initial_state(setup), validate.Prompt(caption, seed, *size)
+    sizes = dict(zip(("num_frames", "height", "width"), size, strict=True))
+    state, prompt = initial_state(setup), validate.Prompt(caption, seed=seed, **sizes)
     pipe = pipeline(setup.compute)
     sampling = Sampling(*size, steps=steps, sampler=sampler, flow_shift=3.0, guidance_scale=guidance)
     clean = random("clean", 1, *latent_shape(pipe, sampling))
@@ -304,7 +306,7 @@ def test_training_validation_and_inference_feed_the_model_the_same_tensors(
     inferred, validated, trained = Line(clean), Line(clean), Line(clean)
     monkeypatch.setattr(wan, "forward", inferred)
     text, negative = encode_prompts(pipe, [caption]), encode_prompts(pipe, [""])
-    text_to_video(pipe, sampling, text, negative, [seed])
+    generate(pipe, sampling, text, negative, [seed])
     monkeypatch.setattr(wan, "forward", validated)
     monkeypatch.setattr(validate, "write_video", lambda path, frames, fps: None)
     monkeypatch.setattr(validate, "contact_sheet", lambda rows, path, title: None)

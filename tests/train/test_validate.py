@@ -5,8 +5,9 @@ import dataclasses
 import pytest
 import torch
 
+from infer.conditions import encode_prompts
 from infer.folder import load_pipeline
-from infer.generate import encode_prompts, text_to_video
+from infer.generate import generate
 from infer.media import read_video
 from train import validate as validation_module
 from train.export import export
@@ -43,7 +44,7 @@ def test_the_videos_are_what_inference_makes_of_the_exported_average(finished, t
         pipe = load_pipeline(tmp_path / name, device=torch.device("cpu"), dtype=torch.float32)
         prompt = Prompt("another", seed=5, num_frames=1, height=16, width=48)
         text, negative = encode_prompts(pipe, [prompt.caption]), encode_prompts(pipe, [""])
-        (frames,) = text_to_video(pipe, sampling_for(setup, prompt, 2), text, negative, [prompt.seed])
+        (frames,) = generate(pipe, sampling_for(setup, prompt, 2), text, negative, [prompt.seed])
         validation_module.write_video(tmp_path / f"{name}.mp4", frames, 8)
         videos[name] = read_video(tmp_path / f"{name}.mp4").frames
     seen = read_video(finished / "samples" / "step-000008-prompt1-2steps.mp4").frames
@@ -87,9 +88,28 @@ def test_the_seed_decides_a_sample_whatever_stands_beside_it(setup_of, monkeypat
     state = initial_state(setup)
     monkeypatch.setattr(validation_module, "contact_sheet", lambda rows, *_, **__: None)
     monkeypatch.setattr(validation_module, "write_video", lambda path, frames, fps: seen.update({path.name: frames}))
-    validate(setup, state, [Prompt("a", 1), Prompt("a", 2), Prompt("a", 1), Prompt("a")], lambda line: None)
+    validate(setup, state, [Prompt("a", seed=s) for s in (1, 2, 1, None)], lambda line: None)
     a, b, again, default = seen.values()
     assert torch.equal(a, again) and not torch.equal(a, b) and not torch.equal(a, default)
+
+
+def test_what_a_prompt_avoids_reaches_guidance(setup_of, monkeypatch):
+    """Each prompt with its own negative prompt, the empty one by default."""
+    setup, seen, real = setup_of(sampling_steps=[1]), [], validation_module.generate
+
+    def watched(pipe, sampling, text, negative, seeds, **options):
+        seen.append((text, negative))
+        return real(pipe, sampling, text, negative, seeds, **options)
+
+    monkeypatch.setattr(validation_module, "generate", watched)
+    monkeypatch.setattr(validation_module, "contact_sheet", lambda rows, *_, **__: None)
+    monkeypatch.setattr(validation_module, "write_video", lambda path, frames, fps: None)
+    prompts = [Prompt("a"), Prompt("b", negative_prompt="dull")]
+    validate(setup, initial_state(setup), prompts, lambda line: None)
+    pipe = validation_module.pipeline_of(setup, {})
+    for found, words in zip(seen, (("a", ""), ("b", "dull")), strict=True):
+        for got, word in zip(found, words, strict=True):
+            assert torch.equal(got, encode_prompts(pipe, [word]))
 
 
 def test_sizes_come_from_the_prompt_then_the_recipe_then_the_data(setup_of):
