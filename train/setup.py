@@ -1,8 +1,6 @@
 """From a recipe to everything a run needs, with every fault found before the first expensive step."""
 
 import dataclasses
-import hashlib
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -11,56 +9,30 @@ from torch import Tensor
 
 from core import devices, keys, specs
 from core.errors import UserError, named, nearest_names, raise_faults
-from core.files import check_target, read_json
-from core.geometry import nearest_valid
+from core.files import check_target
 from core.rules import cast
 from core.scan import compiled, recompute, scan
 from core.transforms import apply
 from core.trees import Params
-from infer.folder import Defaults, TextEncoder, Vae, load_text_encoder, load_vae
-from infer.schedules import is_int
+from infer.folder import Defaults
 from kernels import Attention, explain_attention
 from nn import wan
 from nn.config_files import parse_config
 from nn.run import Run
 from nn.wan_formats import open_transformer, to_json
-from nn.wan_inputs import check_latent_shape
 from train import state as states
-from train.config import Data, Recipe, Wan
-from train.data import (
-    Dataset,
-    check_latents,
-    check_streaming,
-    check_tensors,
-    check_text,
-    common_shape,
-    first_fps,
-    open_dataset,
-    where,
-)
+from train.components import VAE_STRIDES, Components, empty_caption, find_components, strides
+from train.config import Recipe, Wan
+from train.data import Dataset, common_shape, first_fps
 from train.optim import FUSED_DEVICES, adamw_init
 from train.precision import FLOATS
-from train.rows import row_type
+from train.recipe_data import check_data, fingerprint, open_recipe_data
 from train.sft import Objective, image_channels
 from train.state import TrainState
-from train.streaming import Streaming
 
 # The row types that a method can train a kind of model with.
 CAPABILITIES: dict[tuple[str, str], tuple[str, ...]] = {("sft", "wan"): ("t2v", "i2v")}
 
-# Pixels and frames per latent where the data set's VAE cannot be read: Wan 2.1's, and Wan 2.2's with 48 channels.
-VAE_STRIDES, VAE_STRIDES_48 = (8, 4), (16, 4)
-STRIDE_KEYS = (("spatial", "temporal"), ("scale_factor_spatial", "scale_factor_temporal"))
-
-
-@dataclasses.dataclass(frozen=True)
-class Components:
-    """The models that the latents and captions were made with: their folders, and themselves where we run them."""
-
-    vae_folder: Path | None
-    text_folder: Path | None
-    vae: Vae | None
-    text: TextEncoder | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -204,138 +176,6 @@ def layers_run(recipe: Recipe) -> Run:
 # --- the data -------------------------------------------------------------------------------------------------
 
 
-def data_roots(data_path: str | tuple[str, ...] | Mapping[str, int]) -> list[Path]:
-    """The paths of `training.data.data_path` in any of its forms."""
-    return [Path(data_path)] if isinstance(data_path, str) else [Path(p) for p in data_path]
-
-
-def beside(roots: list[Path], init_from: str | None, name: str) -> Path | None:
-    """The folder `name` (`vae`, `text_encoder`) in a data set's folder or the one above, else in `init_from`."""
-    places = [root / name for root in roots] + [root.parent / name for root in roots]
-    if init_from is not None:
-        places.append(Path(init_from) / name)
-    return next((p for p in places if (p / "config.json").is_file()), None)
-
-
-def find_components(recipe: Recipe) -> Components:
-    """VAE and text encoder of the run; either may be missing, or known by its folder only.
-
-    Raises:
-        UserError: a folder that the recipe names and that is not there, or that validation needs and
-            cannot be run.
-    """
-    roots, student = data_roots(recipe.training.data.data_path), recipe.models.student
-    folders, faults = {}, []
-    for name in ("vae", "text_encoder"):
-        asked = getattr(recipe.pipeline, name)
-        folders[name] = beside(roots, student.init_from, name) if asked is None else Path(asked)
-        if asked is not None and not (Path(asked) / "config.json").is_file():
-            faults.append(f"pipeline.{name}: {asked} has no config.json")
-    raise_faults("models around the transformer", faults)
-    if recipe.callbacks.validation is None:
-        return Components(folders["vae"], folders["text_encoder"], None, _maybe_text(folders["text_encoder"]))
-    raise_faults(
-        "callbacks.validation cannot sample videos",
-        [f"no {n}/ beside the data or in init_from; name it in pipeline.{n}" for n, f in folders.items() if f is None],
-    )
-    return Components(
-        folders["vae"], folders["text_encoder"], load_vae(folders["vae"]), load_text_encoder(folders["text_encoder"])
-    )
-
-
-def _maybe_text(folder: Path | None) -> TextEncoder | None:
-    """The encoder, for the empty caption; None where there is none or it is of a kind we cannot run."""
-    try:
-        return None if folder is None else load_text_encoder(folder)
-    except UserError:
-        return None
-
-
-def empty_caption(recipe: Recipe, cfg: wan.WanConfig, text: TextEncoder | None) -> Tensor:
-    """The embedding `[L, text_dim]` of the empty caption, zero-padded; zeros where no encoder can be run.
-
-    L is `training.data.text_padding_length`, else the encoder's length, else 512 (Wan's).
-    """
-    length = recipe.training.data.text_padding_length
-    if length is None:
-        length = 512 if text is None else text.max_length
-    empty = torch.zeros(length, cfg.text_dim)
-    # Embedded only when it is used: a large encoder takes minutes to read.
-    if text is not None and recipe.training.data.training_cfg_rate > 0:
-        (embedding,) = text.embed([""])
-        if embedding.shape[0] > length or embedding.shape[1] != cfg.text_dim:
-            raise UserError(
-                f"the text encoder gives {list(embedding.shape)} for an empty caption, the model takes at most "
-                f"[{length}, {cfg.text_dim}] (text_dim)"
-            )
-        empty[: embedding.shape[0]] = embedding
-    return empty
-
-
-def strides(components: Components, channels: int) -> tuple[int, int]:
-    """Pixels and frames per latent: of the VAE, of its config where it is not loaded, else Wan's by channels."""
-    if components.vae is not None:
-        return components.vae.spatial, components.vae.temporal
-    config = {} if components.vae_folder is None else read_json(components.vae_folder / "config.json")
-    for pair in STRIDE_KEYS:
-        if all(is_int(config.get(k)) for k in pair):
-            return config[pair[0]], config[pair[1]]
-    return VAE_STRIDES_48 if channels == 48 else VAE_STRIDES
-
-
-def expected_latents(data: Data, channels: int, strides_: tuple[int, int]) -> tuple[int | None, ...]:
-    """`(C, t, h, w)` of the latents that `training.data` asks for; None for what it leaves to the data.
-
-    Raises:
-        UserError: a height or width that no latents have, with the nearest valid ones.
-    """
-    spatial, temporal = strides_
-    frames = data.num_latent_t
-    if frames is None and data.num_frames is not None:
-        frames = (data.num_frames - 1) // temporal + 1
-    sizes, faults = {"num_height": data.num_height, "num_width": data.num_width}, []
-    for k, n in sizes.items():
-        if n is not None and n % spatial:
-            near = " or ".join(map(str, nearest_valid(n, spatial)))
-            faults.append(f"training.data.{k} is {n}, expected a multiple of {spatial}: nearest valid {near}")
-    raise_faults("sizes that the autoencoder cannot hold", faults)
-    return (channels, frames, *(None if n is None else n // spatial for n in sizes.values()))
-
-
-def open_recipe_data(data: Data) -> Dataset:
-    """The data set of a recipe, as a map or a stream."""
-    path, kind = _plain(data.data_path), row_type(data.preprocessed_data_type)
-    if data.dataloader_type == "map":
-        return open_dataset(path, kind)
-    manifest = None if data.streaming_manifest_path is None else Path(data.streaming_manifest_path)
-    how = Streaming(data.streaming_read_batch_size, data.streaming_shuffle_row_groups)
-    return open_dataset(path, kind, how, manifest)
-
-
-def check_data(recipe: Recipe, cfg: wan.WanConfig, dataset: Dataset, components: Components) -> None:
-    """Refuses data that do not fit the model or the sizes that `training.data` asks for, naming file and row."""
-    expected = expected_latents(recipe.training.data, cfg.out_channels, strides(components, cfg.out_channels))
-    check_latents(dataset, cfg.out_channels, cfg.patch_size, expected)
-    first = [where(dataset, int((dataset.buckets == i).argmax())) for i in range(len(dataset.shapes))]
-    faults = [f"{row}: {f}" for row, s in zip(first, dataset.shapes, strict=True) for f in check_latent_shape(cfg, s)]
-    raise_faults("latents that do not fit the model", faults)
-    check_text(dataset, cfg.text_dim)
-    if dataset.row_type.name == "i2v":
-        expected = {"clip_feature": (None, cfg.image_dim), "first_frame_latent": "vae_latent"}
-        check_tensors(dataset, expected, "image conditions that do not fit the model or the latents")
-    if dataset.streaming is not None:
-        check_streaming(dataset, recipe.training.data.train_batch_size)
-
-
-def fingerprint(dataset: Dataset) -> str:
-    """Changes when samples, their order, shapes or repeats do, or a file's size; not when the files are moved."""
-    digest = hashlib.blake2b(repr((dataset.row_type.name, dataset.shapes)).encode(), digest_size=8)
-    for file in dataset.files:
-        digest.update(repr((file.path.stat().st_size, file.bounds)).encode())
-    digest.update(dataset.places.tobytes() + dataset.buckets.tobytes())
-    return digest.hexdigest()
-
-
 def sampling_defaults(recipe: Recipe, dataset: Dataset, components: Components, text_length: int) -> Defaults:
     """What an export notes: geometry and rate of the data's most common shape, text length, validation's sampling."""
     channels, t, h, w = common_shape(dataset)
@@ -436,10 +276,6 @@ def objective_of(recipe: Recipe) -> Objective:
         precondition_outputs=model.precondition_outputs,
         caption_dropout=recipe.training.data.training_cfg_rate,
     )
-
-
-def _plain(data_path: Any) -> Any:
-    return list(data_path) if isinstance(data_path, tuple) else data_path
 
 
 def initial_state(setup: Setup) -> TrainState:

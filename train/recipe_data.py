@@ -1,0 +1,72 @@
+"""The data set that a recipe names: opened, checked against the model, and identified."""
+
+import hashlib
+from pathlib import Path
+from typing import Any
+
+from core.errors import raise_faults
+from core.geometry import nearest_valid
+from nn import wan
+from nn.wan_inputs import check_latent_shape
+from train.components import Components, strides
+from train.config import Data, Recipe
+from train.data import Dataset, check_latents, check_streaming, check_tensors, check_text, open_dataset, where
+from train.rows import row_type
+from train.streaming import Streaming
+
+
+def expected_latents(data: Data, channels: int, strides_: tuple[int, int]) -> tuple[int | None, ...]:
+    """`(C, t, h, w)` of the latents that `training.data` asks for; None for what it leaves to the data.
+
+    Raises:
+        UserError: a height or width that no latents have, with the nearest valid ones.
+    """
+    spatial, temporal = strides_
+    frames = data.num_latent_t
+    if frames is None and data.num_frames is not None:
+        frames = (data.num_frames - 1) // temporal + 1
+    sizes, faults = {"num_height": data.num_height, "num_width": data.num_width}, []
+    for k, n in sizes.items():
+        if n is not None and n % spatial:
+            near = " or ".join(map(str, nearest_valid(n, spatial)))
+            faults.append(f"training.data.{k} is {n}, expected a multiple of {spatial}: nearest valid {near}")
+    raise_faults("sizes that the autoencoder cannot hold", faults)
+    return (channels, frames, *(None if n is None else n // spatial for n in sizes.values()))
+
+
+def open_recipe_data(data: Data) -> Dataset:
+    """The data set of a recipe, as a map or a stream."""
+    path, kind = _plain(data.data_path), row_type(data.preprocessed_data_type)
+    if data.dataloader_type == "map":
+        return open_dataset(path, kind)
+    manifest = None if data.streaming_manifest_path is None else Path(data.streaming_manifest_path)
+    how = Streaming(data.streaming_read_batch_size, data.streaming_shuffle_row_groups)
+    return open_dataset(path, kind, how, manifest)
+
+
+def check_data(recipe: Recipe, cfg: wan.WanConfig, dataset: Dataset, components: Components) -> None:
+    """Refuses data that do not fit the model or the sizes that `training.data` asks for, naming file and row."""
+    expected = expected_latents(recipe.training.data, cfg.out_channels, strides(components, cfg.out_channels))
+    check_latents(dataset, cfg.out_channels, cfg.patch_size, expected)
+    first = [where(dataset, int((dataset.buckets == i).argmax())) for i in range(len(dataset.shapes))]
+    faults = [f"{row}: {f}" for row, s in zip(first, dataset.shapes, strict=True) for f in check_latent_shape(cfg, s)]
+    raise_faults("latents that do not fit the model", faults)
+    check_text(dataset, cfg.text_dim)
+    if dataset.row_type.name == "i2v":
+        expected = {"clip_feature": (None, cfg.image_dim), "first_frame_latent": "vae_latent"}
+        check_tensors(dataset, expected, "image conditions that do not fit the model or the latents")
+    if dataset.streaming is not None:
+        check_streaming(dataset, recipe.training.data.train_batch_size)
+
+
+def fingerprint(dataset: Dataset) -> str:
+    """Changes when samples, their order, shapes or repeats do, or a file's size; not when the files are moved."""
+    digest = hashlib.blake2b(repr((dataset.row_type.name, dataset.shapes)).encode(), digest_size=8)
+    for file in dataset.files:
+        digest.update(repr((file.path.stat().st_size, file.bounds)).encode())
+    digest.update(dataset.places.tobytes() + dataset.buckets.tobytes())
+    return digest.hexdigest()
+
+
+def _plain(data_path: Any) -> Any:
+    return list(data_path) if isinstance(data_path, tuple) else data_path
