@@ -65,8 +65,8 @@ def our_step(cfg, params, run, data, compute):
     return step
 
 
-def peer_step(cfg, params, data, compute):
-    """The same step with Diffusers' module, its blocks compiled, and torch.optim.AdamW."""
+def peer_model(cfg, params):
+    """Diffusers' module around `params`."""
     from diffusers import WanTransformer3DModel
 
     body = {k: v for k, v in to_json(cfg).items() if not k.startswith("_")}
@@ -75,8 +75,13 @@ def peer_step(cfg, params, data, compute):
     # The rotary tables are non-persistent buffers: a meta model does not have them.
     rope = type(model.rope)(cfg.attention_head_dim, cfg.patch_size, cfg.rope_max_seq_len)
     model.load_state_dict(params, strict=True, assign=True)
-    device = next(iter(params.values())).device
-    model.rope = rope.to(device)
+    model.rope = rope.to(next(iter(params.values())).device)
+    return model
+
+
+def peer_step(cfg, params, data, compute):
+    """The same step with Diffusers' module, its blocks compiled, and torch.optim.AdamW."""
+    model, device = peer_model(cfg, params), next(iter(params.values())).device
     model.requires_grad_(True).train()
     model.compile_repeated_blocks(fullgraph=True)
     optimiser = torch.optim.AdamW(model.parameters(), lr=LR, weight_decay=0.01, fused=True)
