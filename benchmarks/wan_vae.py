@@ -7,9 +7,9 @@
 Both sides decode the same random latents with the same random weights. Diffusers decodes one latent frame at a
 time; it is measured before and after ours, and its faster time counts, since a GPU slows down as it warms up.
 Ours decode all frames at once, or stream chunks of some latent frames with the feature cache, with or without
-the pointwise part (norm, SiLU, joining the cache) compiled, and on tiles. Peak memory counts the weights, the
-latents and the video. The ceiling of the time is the arithmetic of the convolutions and the attention as
-Diffusers does them, at the device's peak.
+the pointwise part (norm, SiLU, joining the cache) compiled; in strips, with equal results; and on tiles. Peak memory
+counts the weights, the latents and the video. The ceiling of the time is the arithmetic of the convolutions and the
+attention as Diffusers does them, at the device's peak.
 """
 
 import argparse
@@ -29,6 +29,7 @@ from benchmarks import report  # noqa: E402
 from core import devices, keys, specs  # noqa: E402
 from nn import wan_vae, wan_vae_blocks  # noqa: E402
 from nn.wan_vae import VaeRun  # noqa: E402
+from nn.wan_vae_strips import decode_strips  # noqa: E402
 from nn.wan_vae_tiling import tiled_decode  # noqa: E402
 
 PEER, PEER_AGAIN = "AutoencoderKLWan.decode", "AutoencoderKLWan.decode, again"
@@ -46,7 +47,7 @@ def peer_decode(cfg, params, latents):
     return lambda: model.eval().decode(raw, return_dict=False)[0]
 
 
-def our_variants(cfg, latents, chunks, tile) -> dict:
+def our_variants(cfg, latents, chunks, strips, tile) -> dict:
     """Name -> a function of the weights on the CPU that makes the closure, which holds them on the device."""
     eager, compiled = VaeRun(), VaeRun(activate=torch.compile(wan_vae_blocks.activate, dynamic=True))
 
@@ -64,10 +65,19 @@ def our_variants(cfg, latents, chunks, tile) -> dict:
         weights, overlap = placed(params), tuple(n // 4 for n in tile)
         return lambda: tiled_decode(weights, cfg, latents, tile=tile, overlap=overlap, chunk=1, run=compiled)
 
+    def stripped(strips, chunk):
+        def make(params):
+            weights = placed(params)
+            return lambda: decode_strips(weights, cfg, latents, strips=strips, chunk=chunk)
+
+        return make
+
     out = {"chunks of 1, channels first": streamed(1, eager, dict)}
     for chunk in (*chunks, None):
         name = "at once" if chunk is None else f"chunks of {chunk}"
         out |= {name: streamed(chunk, eager), f"{name}, compiled": streamed(chunk, compiled)}
+    for count, chunk in strips:
+        out[f"{count} strips, chunks of {chunk}"] = stripped(count, chunk)
     out[f"tiles of {tile[0]}x{tile[1]}, chunks of 1, compiled"] = tiled
     return out
 
@@ -124,6 +134,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--frames", type=int, default=81)
     parser.add_argument("--size", type=int, nargs=2, default=(480, 832), help="height and width in pixels")
     parser.add_argument("--chunks", type=int, nargs="*", default=(1, 2, 4), help="latent frames per chunk")
+    parser.add_argument("--strips", nargs="*", default=("2x1", "4x1", "4x2", "8x1", "8x2"), help="strips x chunk")
     parser.add_argument("--tile", type=int, nargs=2, help="height and width in latent pixels; default half the picture")
     parser.add_argument("--device", type=devices.resolve, default=devices.preferred_device())
     parser.add_argument("--repeats", type=int, default=3)
@@ -145,10 +156,11 @@ def main() -> None:
     fresh = {k: v.to(dtype) for k, v in specs.init(wan_vae.param_specs(cfg), keys.key(1)).items()}
     tile = tuple(args.tile) if args.tile else tuple(-(-n // 2) for n in size)
 
+    strips = [tuple(map(int, text.split("x"))) for text in args.strips]
     # One graph per layout and per start of a video or not, over all resolutions: more than the default of 8.
     torch._dynamo.config.recompile_limit = 64
     makers = {PEER: lambda: peer_decode(cfg, fresh, latents)}
-    for name, make in our_variants(cfg, latents, args.chunks, tile).items():
+    for name, make in our_variants(cfg, latents, args.chunks, strips, tile).items():
         makers[name] = lambda make=make: make(fresh)
     makers[PEER_AGAIN] = makers[PEER]
     results = {}

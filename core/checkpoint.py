@@ -11,6 +11,7 @@ import os
 import struct
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -27,6 +28,7 @@ from core.trees import Params
 Pass = dict[Any, Any]
 
 INDEX_SUFFIX = ".safetensors.index.json"
+SLICE, READERS = 16 * 2**20, 8  # bytes that one of so many threads reads at a time
 PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
 
 # Names of the safetensors format; sub-byte types are left out, torch stores them two to an element.
@@ -144,7 +146,19 @@ class _File:
         weakref.finalize(self, os.close, self.fd)
 
     def fill(self, buffer: memoryview, offset: int, key: str) -> None:
-        """Reads `len(buffer)` bytes at `offset`. Raises UserError when the file ends before."""
+        """Reads `len(buffer)` bytes at `offset`, large ones in slices side by side: one thread alone neither
+        copies nor touches fresh memory as fast as a disk cache gives it.
+
+        Raises UserError when the file ends before.
+        """
+        if len(buffer) <= SLICE:
+            return self._fill(buffer, offset, key)
+        starts = range(0, len(buffer), SLICE)
+        with ThreadPoolExecutor(min(READERS, len(starts))) as pool:
+            for _ in pool.map(lambda i: self._fill(buffer[i : i + SLICE], offset + i, key), starts):
+                pass
+
+    def _fill(self, buffer: memoryview, offset: int, key: str) -> None:
         done = 0
         while done < len(buffer):
             try:

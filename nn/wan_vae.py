@@ -120,15 +120,25 @@ def _encode(params: Params, cfg: WanVaeConfig, frames: Tensor, stream: Stream) -
     return blocks.conv(params, "quant_conv", x)
 
 
-def _decode(params: Params, cfg: WanVaeConfig, latents: Tensor, stream: Stream) -> Tensor:
-    """Latents of one chunk -> its frames `[B, 3, T, H, W]`, not clamped."""
+def lowest(params: Params, cfg: WanVaeConfig, latents: Tensor, stream: Stream) -> Tensor:
+    """The decoder up to its first stage: everything at the latents' size, `[B, C, t, h, w]`."""
     x = blocks.conv(params, "post_quant_conv", denormalise(cfg, latents))
     x = blocks.causal_conv(params, "decoder.conv_in", x, stream)
-    x = blocks.middle(params, "decoder.mid_block", x, stream)
-    for stage in decoder_stages(cfg):
+    return blocks.middle(params, "decoder.mid_block", x, stream)
+
+
+def raised(params: Params, cfg: WanVaeConfig, x: Tensor, stream: Stream, cut: Callable | None = None) -> Tensor:
+    """From there to frames `[B, 3, T, H, W]`, not clamped; `cut(i, x)` may narrow what leaves stage i."""
+    for i, stage in enumerate(decoder_stages(cfg)):
         x = _up(params, stage, x, stream)
+        x = x if cut is None else cut(i, x)
     x = blocks.causal_conv(params, "decoder.conv_out", x, stream, norm="decoder.norm_out")
     return unfold_pixels(cfg, x)
+
+
+def _decode(params: Params, cfg: WanVaeConfig, latents: Tensor, stream: Stream) -> Tensor:
+    """Latents of one chunk -> its frames `[B, 3, T, H, W]`, not clamped."""
+    return raised(params, cfg, lowest(params, cfg, latents, stream), stream)
 
 
 def _clamped(video: Tensor, clamp: bool) -> Tensor:
@@ -163,7 +173,7 @@ def check_latents(cfg: WanVaeConfig, latents: Tensor) -> None:
         raise UserError(f"latents have dtype {latents.dtype}, expected a floating dtype")
 
 
-def _split(x: Tensor, chunk: int | None, factor: int) -> Sequence[Tensor]:
+def split(x: Tensor, chunk: int | None, factor: int) -> Sequence[Tensor]:
     """Parts of `chunk` latent frames along time; of a video (`factor` > 1) the first part has its lone frame too."""
     if chunk is None:
         return [x]
@@ -176,7 +186,7 @@ def _split(x: Tensor, chunk: int | None, factor: int) -> Sequence[Tensor]:
     return x.split([sizes[0] - factor + 1, *sizes[1:]], dim=2)
 
 
-def _in_a_row(step: Callable[[Tensor, Stream], Tensor], parts: Sequence[Tensor], run: VaeRun) -> Tensor:
+def in_a_row(step: Callable[[Tensor, Stream], Tensor], parts: Sequence[Tensor], run: VaeRun) -> Tensor:
     """Parts in a row with one cache, which each step uses up; the results joined along time."""
     out, cache = [], {}
     for i, part in enumerate(parts):
@@ -197,8 +207,8 @@ def encode_moments(
     Log variances are clamped to `LOGVAR_RANGE`.
     """
     check_video(cfg, video)
-    parts = _split(video, chunk, cfg.scale_factor_temporal)
-    moments = _in_a_row(lambda part, stream: _encode(params, cfg, part, stream), parts, run)
+    parts = split(video, chunk, cfg.scale_factor_temporal)
+    moments = in_a_row(lambda part, stream: _encode(params, cfg, part, stream), parts, run)
     mean, logvar = moments.chunk(2, dim=1)
     return mean, logvar.clamp(*LOGVAR_RANGE)
 
@@ -273,7 +283,7 @@ def decode(
     """
     check_latents(cfg, latents)
     step = lambda part, stream: _clamped(_decode(params, cfg, part, stream), clamp)  # noqa: E731
-    return _in_a_row(step, _split(latents, chunk, 1), run)
+    return in_a_row(step, split(latents, chunk, 1), run)
 
 
 def decode_chunk(

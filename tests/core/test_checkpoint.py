@@ -413,3 +413,15 @@ def test_a_diffusers_folder_opens_and_ours_loads_in_diffusers(tmp_path):
     save_checkpoint(tmp_path / "ours", theirs, metadata=describe("taesd", {}), max_shard_bytes=10_000)
     loaded = kind.from_pretrained(tmp_path / "ours")
     same(loaded.state_dict(), model.state_dict())
+
+
+def test_large_leaves_are_read_in_slices(tmp_path, monkeypatch):
+    """Slices that do not divide the leaf; a file cut in the middle of one is still named."""
+    monkeypatch.setattr("core.checkpoint.SLICE", 1000)
+    leaf = torch.randn(41, 53)
+    save_file(tmp_path / "a.safetensors", {"big": leaf, "small": leaf[0]}, {})
+    tree = open_checkpoint(tmp_path / "a.safetensors")
+    assert torch.equal(tree["big"].read(), leaf) and torch.equal(tree["big"].read_rows(3, 30), leaf[3:30])
+    os.truncate(tmp_path / "a.safetensors", 5000)
+    with pytest.raises(UserError, match="a.safetensors: cut short after it was opened: big"):
+        tree["big"].read()

@@ -17,6 +17,8 @@ from kernels import Attention
 from nn import wan_vae
 from nn import wan_vae_blocks as blocks
 from nn.wan_vae import VaeRun, WanVaeConfig
+from nn.wan_vae_config import decoder_stages
+from nn.wan_vae_strips import decode_strips, margins
 from nn.wan_vae_tiling import blend_weights, tiled_decode, tiled_encode, windows
 
 # Float32 with sums of some hundred terms in another order: a few ulp (1.2e-7) per operation through some twenty
@@ -524,3 +526,44 @@ def test_bad_folders_are_named(tmp_path):
     with pytest.raises(UserError, match="missing quant_conv.bias"):
         wan_vae.save(tmp_path / "broken", {k: v for k, v in params.items() if k != "quant_conv.bias"}, cfg)
     assert not (tmp_path / "broken").exists()
+
+
+# --- strips ---------------------------------------------------------------------------------------------------
+
+
+@given(cfg=configs(), seed=SEEDS, size=st.tuples(st.integers(1, 3), st.integers(4, 60)), data=st.data())
+@settings(max_examples=20)
+def test_strips_equal_decoding_at_once(cfg, seed, size, data):
+    """Up to 60 latent pixels: the margins of several small strips then overlap within the picture, and of a few large
+    ones they end inside it. Equal but for the rounding of convolutions over other sizes."""
+    size = size if data.draw(st.booleans(), label="wide") else size[::-1]
+    strips, chunk = data.draw(st.integers(1, max(size)), label="strips"), data.draw(st.sampled_from([1, 2, None]))
+    params, latents = random_params(cfg, seed), random_latents(cfg, seed, frames=2, size=size)
+    with torch.no_grad():
+        got = decode_strips(params, cfg, latents, strips=min(strips, 7), chunk=chunk)
+        close(got, wan_vae.decode(params, cfg, latents), "strips")
+
+
+@given(cfg=configs())
+def test_margins_hold_what_a_strip_needs_and_nothing_more(cfg):
+    """NaN goes wherever a convolution looks: one beside the margin leaves the strip alone, one inside does not."""
+    params, stages = random_params(cfg, 0), decoder_stages(cfg)
+    start, size = margins(stages)[0] + 1, 2 * margins(stages)[0] + 3
+    shape = (1, stages[0].widths[0], 1, 1, size)
+
+    def spoilt(column: int):
+        low = torch.zeros(shape)
+        low[..., column] = torch.nan
+        video = wan_vae.raised(params, cfg, low, blocks.Stream(None, None))
+        return video[..., start * cfg.scale_factor_spatial : (start + 1) * cfg.scale_factor_spatial].isnan().any()
+
+    with torch.no_grad():
+        assert [bool(spoilt(c)) for c in (0, 1, size - 2, size - 1)] == [False, True, True, False]
+
+
+def test_strips_that_cannot_be_are_named():
+    cfg = KINDS["2.1"]
+    params, latents = random_params(cfg, 1), random_latents(cfg, 1, size=(2, 3))
+    for strips in (0, 4):
+        with pytest.raises(UserError, match=f"strips is {strips}, expected 1 to 3"):
+            decode_strips(params, cfg, latents, strips=strips)
