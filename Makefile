@@ -1,5 +1,6 @@
-# make demo   a small Wan learns a real clip on the CPU and plays it back (outputs/demo)
-# make test   the whole test suite
+# make demo      a small Wan learns a real clip on the CPU and plays it back (outputs/demo)
+# make demo-i2v  the same from the clip's first frame (outputs/demo-i2v)
+# make test      the whole test suite
 PYTHON ?= python3
 VENV ?= .venv
 BIN := $(VENV)/bin
@@ -9,9 +10,12 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || 
 
 TORCH_INDEX ?=
 
-.PHONY: demo test clean
+.PHONY: demo demo-i2v test clean
 demo: $(VENV)/.demo
 	$(BIN)/python -m train.demo --fresh
+
+demo-i2v: $(VENV)/.demo
+	$(BIN)/python -m train.demo --image-to-video --fresh
 
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -n 2 -q

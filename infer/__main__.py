@@ -1,7 +1,6 @@
 """`python -m infer`: text, pictures and videos to videos, with a pipeline folder or a hub id."""
 
 import argparse
-import dataclasses
 import sys
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
@@ -13,19 +12,12 @@ from core.errors import UserError, exit_status, raise_faults
 from core.files import check_target
 from core.geometry import to_video
 from infer.autoencoders import decode_frames
-from infer.conditions import (
-    encode_prompts,
-    image_conditions,
-    image_features,
-    pad_prompts,
-    read_clip_feature,
-    read_embeddings,
-    save_embeddings,
-)
+from infer.conditions import pad_prompts, read_clip_feature, read_embeddings, save_embeddings
 from infer.flags import DTYPES, parser, prompts_of, sampling_of
 from infer.folder import Pipeline, open_pipeline, with_weights
-from infer.generate import Sampling, check_sampling, generate, start_step
+from infer.generate import Sampling, generate, start_step
 from infer.hub import resolve_model
+from infer.jobs import Job, Place, Texts, check_jobs, embed_pictures, embed_texts, make_jobs
 from infer.media import contact_sheet, frame_rate, read_video, write_video
 from infer.progress import progress
 from infer.prompts import Prompt, Wanted, plan
@@ -57,61 +49,22 @@ def _preview_of(output: Path) -> Path:
     return output.with_suffix(".preview.png")
 
 
-def check_videos(args: argparse.Namespace, pipe: Pipeline, prompts: Sequence[Prompt]) -> list[Sampling]:
-    """How each prompt is sampled. Raises one UserError with every prompt that cannot be."""
-    out, faults = [], []
-    for i, prompt in enumerate(prompts):
-        given = [*(["image"] if prompt.image is not None else []), *(["video"] if args.video is not None else [])]
-        try:
-            sampling = sampling_of(args, pipe.defaults, prompt)
-            check_sampling(pipe, sampling, given)
-            out.append(sampling)
-        except UserError as error:
-            if args.prompt_file is None:
-                raise
-            faults.append(f"data[{i}]: {error}")
-    raise_faults(f"{args.prompt_file}: prompts that cannot be sampled", faults)
-    if args.video is not None:
-        start_step(out[0].steps, args.strength)
-    return out
-
-
-def texts_of(
-    args: argparse.Namespace, pipe: Pipeline, prompts: Sequence[Prompt], guidance: bool
-) -> list[tuple[Tensor, Tensor | None]]:
-    """Text and, with guidance, negative text `[1, L, D]` of every prompt; all are embedded in one call."""
+def texts_of(args: argparse.Namespace, pipe: Pipeline, prompts: Sequence[Prompt], guidance: bool) -> list[Texts]:
+    """Text and, with guidance, negative text of every prompt; all are embedded in one call."""
     guidance = guidance and "text" not in dict(args.unconditional)
     if args.prompt_embeds is not None:
         found = read_embeddings(args.prompt_embeds, guidance)
         rows = [pad_prompts(pipe, [v], [f"{args.prompt_embeds}: {k}"]) for k, v in found.items()]
         return [(rows[0], rows[1] if guidance else None)]
-    negative = lambda p: args.negative_prompt if p.negative_prompt is None else p.negative_prompt  # noqa: E731
-    words = [p.caption for p in prompts] + ([negative(p) for p in prompts] if guidance else [])
-    order = list(dict.fromkeys(words))
-    rows = dict(zip(order, encode_prompts(pipe, order).split(1), strict=True))
-    return [(rows[p.caption], rows[negative(p)] if guidance else None) for p in prompts]
-
-
-Place = tuple[Path, int, int]  # a picture and the height and width at which it is used
-
-
-def read_pictures(prompts: Sequence[Prompt], samplings: Sequence[Sampling]) -> dict[Place, Tensor]:
-    """The pictures of the prompts, uint8 `[H, W, 3]`, each once per size, scaled and cropped to it."""
-    keys = [(p.image, s.height, s.width) for p, s in zip(prompts, samplings, strict=True) if p.image is not None]
-    return {key: read_video(key[0], num_frames=1, size=key[1:]).frames[0] for key in dict.fromkeys(keys)}
+    negatives = [args.negative_prompt if p.negative_prompt is None else p.negative_prompt for p in prompts]
+    return embed_texts(pipe, [p.caption for p in prompts], negatives if guidance else None)
 
 
 def features_of(args: argparse.Namespace, pipe: Pipeline, images: Mapping[Place, Tensor]) -> dict[Place, Tensor | None]:
-    """CLIP features of every picture, from one reading of the encoder; None for models that take none.
-
-    CLIP and the transformer see the same picture, scaled and cropped.
-    """
-    if not images:
-        return {}
+    """CLIP features of every picture: those of `--clip-feature`, else the encoder's."""
     if args.clip_feature is not None:
         return dict.fromkeys(images, read_clip_feature(args.clip_feature))
-    found = image_features(pipe, list(images.values()))
-    return dict.fromkeys(images) if found is None else dict(zip(images, found, strict=True))
+    return embed_pictures(pipe, images)
 
 
 def read_starts(args: argparse.Namespace, samplings: Sequence[Sampling]) -> dict[Sampling, Tensor]:
@@ -140,36 +93,22 @@ def previewer(
     return show
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Job:
-    """All that the videos of one prompt need besides the transformer; tensors are batches of one."""
-
-    sampling: Sampling
-    text: Tensor
-    negative: Tensor | None
-    conditions: Mapping[str, Tensor]
-    video: Tensor | None
-
-
 def prepare(args: argparse.Namespace, pipe: Pipeline, prompts: Sequence[Prompt]) -> list[Job]:
     """Everything that is encoded, before the transformer is read: one encoder at a time is in memory.
 
-    All files are read before the first encoder is.
+    Raises one UserError with every prompt that cannot be sampled; all files are read before the first encoder is.
     """
-    samplings = check_videos(args, pipe, prompts)
-    images, clips = read_pictures(prompts, samplings), read_starts(args, samplings)
+    title = None if args.prompt_file is None else f"{args.prompt_file}: prompts that cannot be sampled"
+    sampled = lambda prompt: sampling_of(args, pipe.defaults, prompt)  # noqa: E731
+    given = [] if args.video is None else ["video"]
+    samplings, images = check_jobs(pipe, prompts, sampled, title=title, given=given)
+    if args.video is not None:
+        start_step(samplings[0].steps, args.strength)
+    clips = read_starts(args, samplings)
     texts = texts_of(args, pipe, prompts, samplings[0].guidance_scale != 1.0)
     features = features_of(args, pipe, images)
     videos = {s: pipe.vae.encode(to_video(frames)[None]) for s, frames in clips.items()}
-    shown: dict[tuple[Place, int], Mapping[str, Tensor]] = {}
-    out = []
-    for prompt, sampling, text in zip(prompts, samplings, texts, strict=True):
-        place = (prompt.image, sampling.height, sampling.width)
-        key = (place, sampling.num_frames)
-        if prompt.image is not None and key not in shown:
-            shown[key] = image_conditions(pipe, images[place], sampling.num_frames, features[place])
-        out.append(Job(sampling, *text, shown.get(key, {}), videos.get(sampling)))
-    return out
+    return make_jobs(pipe, prompts, samplings, texts, images, features, videos)
 
 
 def make(args: argparse.Namespace, pipe: Pipeline, job: Job, one: Wanted, label: str) -> Tensor:
@@ -226,7 +165,8 @@ def run(args: argparse.Namespace) -> None:
     dtype = devices.default_compute_dtype(device) if args.dtype is None else DTYPES[args.dtype]
     needs = needs_of(args, prompts)
     folder = resolve_model(args.model, needs)
-    pipe = open_pipeline(folder, device=device, dtype=dtype, vae_dtype=DTYPES[args.vae_dtype], needs=["vae", *needs])
+    vae = {"vae_dtype": DTYPES[args.vae_dtype], "vae_strips": args.vae_strips}
+    pipe = open_pipeline(folder, device=device, dtype=dtype, needs=["vae", *needs], **vae)
     fps = next(f for f in (args.fps, pipe.defaults.fps, FALLBACK_FPS) if f is not None)
     frame_rate(fps)
     jobs = prepare(args, pipe, prompts)

@@ -7,15 +7,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from core.checkpoint import open_checkpoint
 from core.errors import UserError
 from core.geometry import to_frames
-from core.save import check_metadata
-from core.specs import check
 from core.trees import Params
 from infer.encoders import read_mapping
 from nn import patch_codec, wan_vae
-from nn.config_files import read_config
+from nn.wan_vae_strips import decode_strips
 
 # Latent frames that are decoded or encoded at a time. The cache of the causal layers makes the result that of one
 # pass over everything; fewer save memory, more save launches of kernels.
@@ -63,19 +60,27 @@ def _wan_chunks(params: Params, cfg: wan_vae.WanVaeConfig, latents: Tensor) -> I
         yield frames
 
 
-def _wan_vae(cfg: wan_vae.WanVaeConfig, read: Callable[[], Params], device: torch.device, dtype: torch.dtype) -> Vae:
+def _wan_vae(
+    cfg: wan_vae.WanVaeConfig, read: Callable[[], Params], device: torch.device, dtype: torch.dtype, strips: int
+) -> Vae:
     """`read()` gives the weights for one call."""
 
     def encode(video: Tensor) -> Tensor:
         return wan_vae.encode(read(), cfg, video.to(device, dtype), chunk=CHUNK).float()
 
+    def decode(latents: Tensor) -> Tensor:
+        z = latents.to(device, dtype)
+        if strips == 1:
+            return wan_vae.decode(read(), cfg, z, chunk=CHUNK)
+        return decode_strips(read(), cfg, z, strips=min(strips, max(z.shape[3:])), chunk=1)
+
     return Vae(
-        lambda z: wan_vae.decode(read(), cfg, z.to(device, dtype), chunk=CHUNK),
+        decode,
         cfg.z_dim,
         cfg.scale_factor_spatial,
         cfg.scale_factor_temporal,
         encode=encode,
-        decode_chunks=lambda z: _wan_chunks(read(), cfg, z.to(device, dtype)),
+        decode_chunks=None if strips > 1 else lambda z: _wan_chunks(read(), cfg, z.to(device, dtype)),
     )
 
 
@@ -85,42 +90,40 @@ def load_vae(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     keep: bool = True,
+    strips: int = 1,
 ) -> Vae:
     """The autoencoder of a `vae/` folder: Wan's VAE in `dtype`, or the patch codec, which stays in float32.
 
     Args:
         keep: read Wan's weights now and hold them; False reads them at every call and frees them after it.
+        strips: into how many strips of the picture decoding is cut, with equal results, to save memory
+            (see `nn.wan_vae_strips`); no more than the longer side has latent pixels are used.
 
     Raises:
-        UserError: another class, by name; keys and shapes that do not fit the config, before any tensor is read.
+        UserError: another class, by name; keys and shapes that do not fit the config, before any tensor is read;
+            strips for the patch codec, which has no use for them.
     """
     folder, device = Path(folder), torch.device(device)
+    if strips < 1:
+        raise UserError(f"the vae's strips are {strips}, expected at least 1")
     name = read_mapping(folder / "config.json").get("_class_name")
     if name == patch_codec.CLASS_NAME:
+        if strips > 1:
+            raise UserError(f"{folder}: {name!r} is decoded at once, strips would do nothing")
         return _codec(folder, device)
     if name != wan_vae.CLASS_NAME:
         ours = f"only {patch_codec.CLASS_NAME!r} and {wan_vae.CLASS_NAME!r}"
         raise UserError(f"{folder}: {name!r} cannot be run by this version, {ours}")
-    cfg = _checked_wan_vae(folder)
+    _, cfg = wan_vae.open_folder(folder)
     if not keep:
-        return _wan_vae(cfg, lambda: _read_wan_vae(folder, device, dtype), device, dtype)
+        return _wan_vae(cfg, lambda: _read_wan_vae(folder, device, dtype), device, dtype, strips)
     params = _read_wan_vae(folder, device, dtype)
-    return _wan_vae(cfg, lambda: params, device, dtype)
+    return _wan_vae(cfg, lambda: params, device, dtype, strips)
 
 
 def _read_wan_vae(folder: Path, device: torch.device, dtype: torch.dtype) -> Params:
     params, _ = wan_vae.load(folder, device=device, dtype=dtype)
     return wan_vae.channels_last(params) if device.type == "cuda" else params
-
-
-def _checked_wan_vae(folder: Path) -> wan_vae.WanVaeConfig:
-    """The config of a folder whose weights fit it; no tensor is read."""
-    path = folder / "config.json"
-    cfg = read_config(wan_vae.WanVaeConfig, path, "_class_name", wan_vae.CLASS_NAME, fixed=wan_vae.FIXED)
-    tree = open_checkpoint(folder)
-    check_metadata(tree, wan_vae.CLASS_NAME)
-    check(tree, wan_vae.param_specs(cfg), what=str(folder))
-    return cfg
 
 
 def decode_frames(vae: Vae, latents: Tensor) -> list[Tensor]:

@@ -3,6 +3,7 @@
 The encoders of Wan's public folders run through the package `transformers`, which is imported only where one is
 used. Such an encoder is read from its folder by the call that needs it and freed before that call returns, so
 that it and the transformer are never in memory together; one call therefore takes everything there is to embed.
+Where many calls follow one another, `keep` reads an encoder at the first and holds it.
 """
 
 import dataclasses
@@ -28,6 +29,9 @@ WAN_TEXT_LENGTH = 512  # tokens to which Wan's own pipelines pad prompt embeddin
 UMT5 = "umt5"
 CLIP_VISION = "clip_vision_model"
 PACKAGE = "transformers"
+# Bytes at which PyTorch's own memory begins on a CPU. BLAS may sum in another order elsewhere, such as in the buffers
+# that a file was read into, and then one read of a model would not give the bits of another.
+ALIGNMENT = 64
 INSTALL = 'pip install "latentree[text]" (or: pip install transformers sentencepiece ftfy)'
 
 
@@ -85,6 +89,9 @@ def read_model(class_name: str, folder: Path, device: torch.device, dtype: torch
     faults = [f"missing {key}" for key in sorted(info["missing_keys"])]
     faults += [f"{entry[0]} has another shape" for entry in sorted(info["mismatched_keys"])]
     raise_faults(f"{folder}: the weights do not fit {class_name}", faults)
+    for p in model.parameters() if device.type == "cpu" else ():
+        if p.data_ptr() % ALIGNMENT:
+            p.data = p.data.clone()
     return model.to(device).eval()
 
 
@@ -94,13 +101,21 @@ def free(device: torch.device) -> None:
     devices.empty_cache(device)
 
 
-def _used(read: Callable[[], Any], use: Callable[[Any], Any], device: torch.device) -> Any:
-    """`use(model)` of a model that is read for this call alone."""
-    try:
-        with torch.no_grad():
-            return use(read())
-    finally:
-        free(device)
+def _user(read: Callable[[], Any], device: torch.device, keep: bool) -> Callable[[Callable[[Any], Any]], Any]:
+    """`run(use)` gives `use(model)` of a model that is read for that call alone, or with `keep` at the first call."""
+    held: list[Any] = []
+
+    def run(use: Callable[[Any], Any]) -> Any:
+        if keep and not held:
+            held.append(read())
+        try:
+            with torch.no_grad():
+                return use(held[0] if keep else read())
+        finally:
+            if not keep:
+                free(device)
+
+    return run
 
 
 def _check_package(folder: Path, what: str) -> None:
@@ -134,8 +149,10 @@ def _embed_prompt(model: Any, tokenizer: Any, prompt: str, device: torch.device)
     return states[: int(mask.sum())].cpu().clone()  # a mere slice would keep all 512 rows
 
 
-def umt5_encoder(folder: str | Path, *, device: torch.device, dtype: torch.dtype) -> TextEncoder:
+def umt5_encoder(folder: str | Path, *, device: torch.device, dtype: torch.dtype, keep: bool = False) -> TextEncoder:
     """UMT5 of a `text_encoder/` folder with the `tokenizer/` beside it; read by every call of `embed`, then freed.
+
+    With `keep` it is read by the first call and held.
 
     `embed` cleans the prompts, cuts them to 512 tokens and returns the last hidden states `[L, D]` of the real
     tokens in `dtype` on the CPU (Wan pads with zeros, not with the states of padding tokens).
@@ -151,24 +168,31 @@ def umt5_encoder(folder: str | Path, *, device: torch.device, dtype: torch.dtype
     open_checkpoint(folder)
     device = torch.device(device)
 
+    read = lambda: (_tokenizer(tokens), read_model("UMT5EncoderModel", folder, device, dtype))  # noqa: E731
+    run = _user(read, device, keep)
+
     def embed(prompts: Sequence[str]) -> list[Tensor]:
-        tokenizer, cleaned = _tokenizer(tokens), [clean_prompt(prompt) for prompt in prompts]
-        read = lambda: read_model("UMT5EncoderModel", folder, device, dtype)  # noqa: E731
-        return _used(read, lambda model: [_embed_prompt(model, tokenizer, p, device) for p in cleaned], device)
+        cleaned = [clean_prompt(prompt) for prompt in prompts]
+        return run(lambda pair: [_embed_prompt(pair[1], pair[0], prompt, device) for prompt in cleaned])
 
     return TextEncoder(embed, WAN_TEXT_LENGTH)
 
 
 def load_text_encoder(
-    folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    folder: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    keep: bool = False,
 ) -> TextEncoder:
     """The encoder of a `text_encoder/` folder: UMT5, or the hash embedder of the demos (which has no weights).
 
-    Raises UserError naming the kind it cannot run.
+    `keep` reads the weights at the first call and holds them; without it every call reads and frees them. Raises
+    UserError naming the kind it cannot run.
     """
     name = read_mapping(Path(folder) / "config.json").get("model_type")
     if name == UMT5:
-        return umt5_encoder(folder, device=torch.device(device), dtype=dtype)
+        return umt5_encoder(folder, device=torch.device(device), dtype=dtype, keep=keep)
     if name != text_hash.MODEL_TYPE:
         raise UserError(
             f"{folder}: text encoder {name!r} cannot be run by this version, only {UMT5!r} and "
@@ -182,12 +206,16 @@ def load_text_encoder(
 
 
 def load_image_encoder(
-    folder: str | Path, *, device: str | torch.device = "cpu", dtype: torch.dtype = torch.float32
+    folder: str | Path,
+    *,
+    device: str | torch.device = "cpu",
+    dtype: torch.dtype = torch.float32,
+    keep: bool = False,
 ) -> ImageEncoder:
     """CLIP's vision model of an `image_encoder/` folder with the `image_processor/` beside it.
 
-    Read by every call of `embed`, then freed. `embed` gives the hidden states before the last layer, `[M, D]`
-    (M = patches + 1) in `dtype` on the CPU: Wan's `clip_feature`.
+    Read by every call of `embed`, then freed; with `keep` read by the first and held. `embed` gives the hidden states
+    before the last layer, `[M, D]` (M = patches + 1) in `dtype` on the CPU: Wan's `clip_feature`.
 
     Raises:
         UserError: another kind of model, a missing package, processor or file of weights.
@@ -207,14 +235,19 @@ def load_image_encoder(
     open_checkpoint(folder)
     device = torch.device(device)
 
-    def embed(images: Sequence[Tensor]) -> list[Tensor]:
+    def read() -> tuple[Any, Any]:
         processor = importlib.import_module(PACKAGE).CLIPImageProcessor.from_pretrained(processor_folder)
-        pixels = processor(images=[image.numpy() for image in images], return_tensors="pt")["pixel_values"]
+        return processor, read_model("CLIPVisionModel", folder, device, dtype)
 
-        def use(model: Any) -> list[Tensor]:
+    run = _user(read, device, keep)
+
+    def embed(images: Sequence[Tensor]) -> list[Tensor]:
+        def use(pair: tuple[Any, Any]) -> list[Tensor]:
+            processor, model = pair
+            pixels = processor(images=[image.numpy() for image in images], return_tensors="pt")["pixel_values"]
             rows = (x.to(device, dtype) for x in pixels.split(1))
             return [model(x, output_hidden_states=True).hidden_states[-2][0].cpu().clone() for x in rows]
 
-        return _used(lambda: read_model("CLIPVisionModel", folder, device, dtype), use, device)
+        return run(use)
 
     return ImageEncoder(embed, config.get("hidden_size", 768))

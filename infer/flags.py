@@ -80,6 +80,8 @@ def _how_to_sample(p: argparse.ArgumentParser) -> None:
     g.add_argument("--device", help="cuda, cuda:1, mps, cpu (default: the best there is)")
     g.add_argument("--dtype", choices=DTYPES, help="compute dtype (default: bf16 on a GPU, fp32 elsewhere)")
     g.add_argument("--vae-dtype", choices=DTYPES, default="fp32", help="dtype of Wan's VAE (default: %(default)s)")
+    g.add_argument("--vae-strips", type=int, default=1, metavar="N", help="decode in N strips of the picture: the same "
+                   "video in less memory and a little more time, for Wan's VAE (default: 1)")  # fmt: skip
     g.add_argument("--attention-backend", default="auto", choices=["auto", *(b.name for b in BACKENDS)],
                    help="attention kernel (default: auto)")  # fmt: skip
 

@@ -199,6 +199,7 @@ def open_pipeline(
     dtype: torch.dtype,
     needs: Sequence[str] = (),
     vae_dtype: torch.dtype = torch.float32,
+    vae_strips: int = 1,
 ) -> Pipeline:
     """Opens a pipeline folder and checks all of it; no weights of the transformer, UMT5, CLIP or Wan's VAE are read.
 
@@ -206,6 +207,7 @@ def open_pipeline(
 
     Args:
         dtype: compute dtype of the transformer and the encoders; leaves that stay in float32 do.
+        vae_strips: see `infer.autoencoders.load_vae`.
         needs: of `"vae"`, `"text_encoder"` and `"image_encoder"`, those without which the caller cannot go on. The
             others are None in the result where they are absent or cannot be run.
 
@@ -219,7 +221,7 @@ def open_pipeline(
     tree, cfg = open_transformer(folder / "transformer")
     defaults = read_defaults(folder, index)
     loaders: dict[str, Callable[[Path], Any]] = {
-        "vae": lambda f: load_vae(f, device=device, dtype=vae_dtype, keep=False),
+        "vae": lambda f: load_vae(f, device=device, dtype=vae_dtype, keep=False, strips=vae_strips),
         "text_encoder": lambda f: load_text_encoder(f, device=device, dtype=dtype),
         "image_encoder": lambda f: _fitting(load_image_encoder(f, device=device, dtype=dtype), cfg, f),
     }

@@ -1,5 +1,6 @@
 """Video files in and out with PyAV, contact sheets, and the distance between two videos."""
 
+import contextlib
 import dataclasses
 import itertools
 import math
@@ -7,6 +8,7 @@ import textwrap
 from collections.abc import Iterable, Iterator, Sequence
 from fractions import Fraction
 from pathlib import Path
+from typing import Any
 
 import av
 import torch
@@ -30,6 +32,17 @@ class Video:
 
     frames: Tensor
     fps: float
+
+
+@dataclasses.dataclass(frozen=True)
+class ClipInfo:
+    """What `read_video` would give of a file: `frames` (of `in_file` before resampling) at `fps`, upright pixels."""
+
+    frames: int
+    in_file: int
+    fps: float
+    height: int
+    width: int
 
 
 SLOWEST = Fraction(1, 10_000)  # frames per second; also the precision to which rates are kept
@@ -67,12 +80,17 @@ def _decode(container, stream, counter: list[int]) -> Iterator[tuple[Fraction, a
     for frame in container.decode(stream):
         if frame.is_corrupt:
             raise av.error.InvalidDataError(0, f"frame {counter[0]} is damaged")
-        seconds = counter[0] / Fraction(stream.average_rate) if frame.pts is None else frame.pts * frame.time_base
+        seconds = _seconds(frame, counter[0], stream)
         counter[0] += 1
-        yield Fraction(seconds), frame
+        yield seconds, frame
 
 
-def resample(frames: Iterable[tuple[Fraction, av.VideoFrame]], fps: Fraction) -> Iterator[av.VideoFrame]:
+def _seconds(shown, number: int, stream) -> Fraction:
+    """When a frame or packet is shown; by its number where the file does not say."""
+    return number / Fraction(stream.average_rate) if shown.pts is None else Fraction(shown.pts * shown.time_base)
+
+
+def resample(frames: Iterable[tuple[Fraction, Any]], fps: Fraction) -> Iterator[Any]:
     """For k = 0, 1, ... the frame whose timestamp is nearest to `first + k / fps`, a tie going to the later.
 
     The clip ends one mean frame interval after its last timestamp.
@@ -119,6 +137,53 @@ def _check_request(path: Path, num_frames: int | None, start: int, size: tuple[i
         raise UserError(f"{path}: size (height, width) is {tuple(size)}, expected positive numbers")
 
 
+@contextlib.contextmanager
+def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
+    """A file and its first video stream. Raises UserError naming it, also for what fails while it is read."""
+    try:
+        with av.open(str(path)) as container:
+            if not len(container.streams):
+                raise UserError(f"{path}: cannot be decoded as video: it holds no streams, or is cut short")
+            if not container.streams.video:
+                raise UserError(f"{path}: no video stream")
+            yield container, container.streams.video[0]
+    except av.error.FFmpegError as error:
+        raise UserError(f"{path}: cannot be decoded as video: {error.strerror}") from None
+
+
+def _rate_of(path: Path, stream, asked: Fraction | None) -> float:
+    if asked is None and not stream.average_rate:
+        raise UserError(f"{path}: the file does not say its frame rate; pass fps")
+    return float(stream.average_rate if asked is None else asked)
+
+
+def probe(path: str | Path, fps: float | Fraction | None = None) -> ClipInfo:
+    """Counts and sizes as `read_video` finds them, from the timestamps of the packets and the first picture alone.
+
+    Raises UserError naming the file when it is missing, cannot be read, or holds no picture. Damage further on is
+    found by decoding only.
+    """
+    path = Path(path)
+    _check_request(path, None, 0, None)
+    rate, times, first = None if fps is None else frame_rate(fps), [], None
+    with _opened(path) as (container, stream):
+        for packet in container.demux(stream):
+            if packet.is_corrupt:
+                raise UserError(f"{path}: cannot be decoded as video: packet {len(times)} is damaged or cut short")
+            if first is None:
+                first = next(iter(packet.decode()), None)
+            if packet.size and not packet.is_discard:  # the last packet is empty, edit lists discard others
+                times.append(_seconds(packet, len(times), stream))
+        if first is None or not times:
+            raise UserError(f"{path}: cannot be decoded as video: it holds no picture")
+        fps = _rate_of(path, stream, rate)
+    shown = ((time, None) for time in sorted(times))
+    frames = len(times) if rate is None else sum(1 for _ in resample(shown, rate))
+    size = (first.height, first.width)
+    height, width = size if round(first.rotation / 90) % 2 == 0 else size[::-1]
+    return ClipInfo(frames, len(times), fps, height, width)
+
+
 def read_video(
     path: str | Path,
     *,
@@ -139,29 +204,18 @@ def read_video(
     path = Path(path)
     _check_request(path, num_frames, start, size)
     rate, counter = None if fps is None else frame_rate(fps), [0]
-    try:
-        with av.open(str(path)) as container:
-            if not len(container.streams):
-                raise UserError(f"{path}: cannot be decoded as video: it holds no streams, or is cut short")
-            if not container.streams.video:
-                raise UserError(f"{path}: no video stream")
-            stream = container.streams.video[0]
-            decoded = _decode(container, stream, counter)
-            kept = (frame for _, frame in decoded) if rate is None else resample(decoded, rate)
-            stop = None if num_frames is None else start + num_frames
-            found, frames = 0, []
-            for frame in itertools.islice(kept, stop):
-                if found >= start:
-                    frames.append(_to_rgb(frame, size))
-                found += 1
-            source = stream.average_rate
-    except av.error.FFmpegError as error:
-        raise UserError(f"{path}: cannot be decoded as video: {error.strerror}") from None
-    if len(frames) < (1 if num_frames is None else num_frames):
-        raise _too_short(path, num_frames if num_frames is not None else 1, start, found, counter[0], rate)
-    if rate is None and not source:
-        raise UserError(f"{path}: the file does not say its frame rate; pass fps")
-    return Video(torch.stack(frames), float(source if rate is None else rate))
+    with _opened(path) as (container, stream):
+        decoded = _decode(container, stream, counter)
+        kept = (frame for _, frame in decoded) if rate is None else resample(decoded, rate)
+        stop = None if num_frames is None else start + num_frames
+        found, frames = 0, []
+        for frame in itertools.islice(kept, stop):
+            if found >= start:
+                frames.append(_to_rgb(frame, size))
+            found += 1
+        if len(frames) < (1 if num_frames is None else num_frames):
+            raise _too_short(path, num_frames if num_frames is not None else 1, start, found, counter[0], rate)
+        return Video(torch.stack(frames), _rate_of(path, stream, rate))
 
 
 def to_uint8(frames: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from einops import rearrange
 from torch import Tensor
 
 from core import specs
-from core.checkpoint import open_checkpoint
+from core.checkpoint import LazyTree, open_checkpoint
 from core.errors import UserError
 from core.files import write_json
 from core.geometry import check_geometry
@@ -346,13 +346,19 @@ def save(folder: str | Path, params: Params, cfg: WanVaeConfig) -> None:
     write_json(Path(folder) / "config.json", config)
 
 
-def load(folder: str | Path, *, device="cpu", dtype: torch.dtype | None = None) -> tuple[Params, WanVaeConfig]:
-    """A VAE folder in Diffusers' form, on `device`, in `dtype` (None: as stored).
+def open_folder(folder: str | Path) -> tuple[LazyTree, WanVaeConfig]:
+    """A VAE folder in Diffusers' form, its leaves not read yet.
 
-    Raises one UserError naming the file and every fault of config, keys and shapes, before any tensor is read.
+    Raises one UserError naming the file and every fault of config, keys and shapes.
     """
     cfg = read_config(WanVaeConfig, Path(folder) / "config.json", "_class_name", CLASS_NAME, fixed=FIXED)
     tree = open_checkpoint(folder)
     check_metadata(tree, CLASS_NAME)
     specs.check(tree, param_specs(cfg), what=str(folder))
+    return tree, cfg
+
+
+def load(folder: str | Path, *, device="cpu", dtype: torch.dtype | None = None) -> tuple[Params, WanVaeConfig]:
+    """`open_folder`, read to `device` in `dtype` (None: as stored)."""
+    tree, cfg = open_folder(folder)
     return {k: leaf.read().to(device, dtype) for k, leaf in tree.items()}, cfg

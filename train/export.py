@@ -41,13 +41,28 @@ def check_output(output: Path, overwrite: bool) -> None:
         raise UserError(f"{output}: already holds a pipeline; choose another --output or give --overwrite")
 
 
-def component_folders(folder: Path, record: Mapping[str, Any], given: Mapping[str, str | Path | None]) -> dict:
-    """The VAE's and text encoder's folders: those given, else those the checkpoint notes (None: it has none)."""
-    chosen = {k: record[k] if v is None else v for k, v in given.items()}
+def component_folders(
+    folder: Path, record: Mapping[str, Any], given: Mapping[str, str | Path | None]
+) -> dict[str, Path | None]:
+    """The folders of the VAE and the encoders: those given, else those the checkpoint notes (None: it has none).
+
+    Checkpoints from before an entry was noted have none of it. Raises UserError for what is not there.
+    """
+    chosen = {k: record.get(k) if v is None else v for k, v in given.items()}
     parts = {k: None if v is None else Path(v) for k, v in chosen.items()}
-    gone = [f"{k}: {p}; give --{k.replace('_', '-')}" for k, p in parts.items() if p is not None and not p.is_dir()]
+    flags = {k: f"--{k.replace('_', '-')}" for k in parts}
+    gone = [f"{k}: {p}; give {flags[k]}" for k, p in parts.items() if p is not None and not p.is_dir()]
     raise_faults(f"{folder}: models it was trained with are not there", gone)
     return parts
+
+
+def note_missing(output: Path, cfg: WanConfig, parts: Mapping[str, Path | None]) -> None:
+    """Says on the terminal which models the pipeline is written without."""
+    wanted = [k for k in parts if k != "image_encoder" or cfg.image_dim is not None]
+    missing = [k for k in wanted if parts[k] is None]
+    if missing:
+        flags = ", ".join(f"--{k.replace('_', '-')}" for k in missing)
+        print(f"note: {output} is without {', '.join(missing)}, since none is known; {flags} would add it")
 
 
 def export(
@@ -59,6 +74,7 @@ def export(
     overwrite: bool = False,
     vae: str | Path | None = None,
     text_encoder: str | Path | None = None,
+    image_encoder: str | Path | None = None,
 ) -> Path:
     """Writes the weights of a checkpoint as a pipeline folder; leaves are read one shard at a time.
 
@@ -66,7 +82,7 @@ def export(
         source: a checkpoint folder, or a run's output folder (its newest checkpoint is taken).
         ema: the averaged weights instead of the trained ones.
         dtype: `fp32` or `bf16`; tables that stay in float32 do.
-        vae, text_encoder: their folders, where they are no longer where the run found them.
+        vae, text_encoder, image_encoder: their folders, where the run knew none or they have moved.
 
     Raises:
         UserError: before anything is written; a pipeline folder at `output` is replaced only with `overwrite`,
@@ -83,10 +99,22 @@ def export(
     tree, model_specs = open_checkpoint(folder / name), param_specs(cfg)
     check(tree, model_specs, what=str(folder / name))
     bound = cast(FLOATS[dtype], keep_fp32=lambda k: model_specs[k].keep_fp32)(tree.specs)
-    parts = component_folders(folder, record, {"vae": vae, "text_encoder": text_encoder})
+    if image_encoder is not None and cfg.image_dim is None:
+        raise UserError(f"--image-encoder {image_encoder}: the model takes no image features (its image_dim is null)")
+    given = {"vae": vae, "text_encoder": text_encoder, "image_encoder": image_encoder}
+    parts = component_folders(folder, record, given)
     changed = any(bound.specs[k].dtype != leaf.dtype for k, leaf in tree.items())
     transforms = history(bound) if changed else []
-    save_pipeline(output, apply(tree, bound), cfg, Defaults(**record["sampling"]), **parts, transforms=transforms)
+    save_pipeline(
+        output,
+        apply(tree, bound),
+        cfg,
+        Defaults(**record["sampling"]),
+        **parts,
+        expand_timesteps=record.get("expand_timesteps", False),
+        transforms=transforms,
+    )
+    note_missing(output, cfg, parts)
     return folder
 
 
@@ -103,6 +131,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     p.add_argument("--dtype", choices=FLOATS, default="fp32", help="dtype of the weights (default: %(default)s)")
     p.add_argument("--vae", metavar="DIR", help="the VAE's folder (default: where the run found it)")
     p.add_argument("--text-encoder", metavar="DIR", help="the text encoder's folder (default: likewise)")
+    p.add_argument("--image-encoder", metavar="DIR", help="the image encoder's folder (default: likewise)")
     p.add_argument("--overwrite", action="store_true", help="replace an earlier export")
     args = p.parse_args(argv)
     return exit_status(lambda: print(f"wrote {args.output} from {export(**vars(args))}"))

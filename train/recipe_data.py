@@ -4,13 +4,17 @@ import hashlib
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from core.errors import raise_faults
 from core.geometry import nearest_valid
 from nn import wan
 from nn.wan_inputs import check_latent_shape
-from train.components import Components, strides
+from train.components import Components, data_roots, strides
 from train.config import Data, Recipe
 from train.data import Dataset, check_latents, check_streaming, check_tensors, check_text, open_dataset, where
+from train.online import open_online
+from train.preprocess import record
 from train.rows import row_type
 from train.streaming import Streaming
 
@@ -34,9 +38,11 @@ def expected_latents(data: Data, channels: int, strides_: tuple[int, int]) -> tu
     return (channels, frames, *(None if n is None else n // spatial for n in sizes.values()))
 
 
-def open_recipe_data(data: Data) -> Dataset:
-    """The data set of a recipe, as a map or a stream."""
+def open_recipe_data(data: Data, device: torch.device) -> Dataset:
+    """The data set of a recipe, as a map or a stream, or encoded on the fly on `device`."""
     path, kind = _plain(data.data_path), row_type(data.preprocessed_data_type)
+    if data.encode is not None:
+        return open_online(path, kind, data.encode, device)
     if data.dataloader_type == "map":
         return open_dataset(path, kind)
     manifest = None if data.streaming_manifest_path is None else Path(data.streaming_manifest_path)
@@ -53,15 +59,26 @@ def check_data(recipe: Recipe, cfg: wan.WanConfig, dataset: Dataset, components:
     raise_faults("latents that do not fit the model", faults)
     check_text(dataset, cfg.text_dim)
     if dataset.row_type.name == "i2v":
-        expected = {"clip_feature": (None, cfg.image_dim), "first_frame_latent": "vae_latent"}
+        expected = {"first_frame_latent": "vae_latent"}
+        if cfg.image_dim is not None:
+            expected["clip_feature"] = (None, cfg.image_dim)
         check_tensors(dataset, expected, "image conditions that do not fit the model or the latents")
     if dataset.streaming is not None:
         check_streaming(dataset, recipe.training.data.train_batch_size)
 
 
+def check_models(data: Data, components: Components) -> None:
+    """Refuses sets that record other models than the run uses, or than each other, see `record.check_models`."""
+    if data.encode is None:
+        folders = (components.vae_folder, components.text_folder, components.image_folder)
+        record.check_models(data_roots(data.data_path), dict(zip(record.MODELS, folders, strict=True)))
+
+
 def fingerprint(dataset: Dataset) -> str:
     """Changes when samples, their order, shapes or repeats do, or a file's size; not when the files are moved."""
     digest = hashlib.blake2b(repr((dataset.row_type.name, dataset.shapes)).encode(), digest_size=8)
+    if dataset.origin is not None:
+        digest.update(dataset.origin.identity.encode())
     for file in dataset.files:
         digest.update(repr((file.path.stat().st_size, file.bounds)).encode())
     digest.update(dataset.places.tobytes() + dataset.buckets.tobytes())

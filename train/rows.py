@@ -56,7 +56,8 @@ class TensorColumn:
     """A tensor named `stem` with one letter per dimension in `dims`; leading dimensions of 1 may be there too.
 
     It becomes the channel `target` or `condition` of a batch; without either it is a note, which training never
-    reads and which may be absent from a row. Sizes of the dimensions in `free` may differ within a batch.
+    reads and which may be absent from a row, as may an `optional` channel: then it is absent from the row's batch too.
+    Sizes of the dimensions in `free` may differ within a batch.
     """
 
     stem: str
@@ -64,11 +65,17 @@ class TensorColumn:
     target: str | None = None
     condition: str | None = None
     free: str = ""
+    optional: bool = False
 
     @property
     def is_note(self) -> bool:
         """Whether no channel is made of it."""
         return self.target is None and self.condition is None
+
+    @property
+    def may_lack(self) -> bool:
+        """Whether a row can be without it: then its bytes and its shape are empty."""
+        return self.optional or self.is_note
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,11 +92,12 @@ class RowType:
         return tuple(column for column in self.tensors if not column.is_note)
 
 
-# The sizes that samples of one batch share, per channel of the row type; None where they may differ.
+# The sizes that samples of one batch share, per channel of the row type; None where they may differ, () without it.
 Signature = tuple[tuple[int | None, ...], ...]
 
 
-def _parts(stem: str) -> list[str]:
+def stored_columns(stem: str) -> list[str]:
+    """The columns that hold a tensor."""
     return [f"{stem}_{part}" for part in ("bytes", "shape", "dtype")]
 
 
@@ -97,14 +105,14 @@ def _row_type(name: str, tensors: Sequence[TensorColumn], notes: Mapping[str, pa
     fields = [pa.field("id", pa.string())]
     for column in tensors:
         kinds = (pa.binary(), pa.list_(pa.int64()), pa.string())
-        fields += [pa.field(*pair) for pair in zip(_parts(column.stem), kinds, strict=True)]
+        fields += [pa.field(*pair) for pair in zip(stored_columns(column.stem), kinds, strict=True)]
     return RowType(name, pa.schema(fields + [pa.field(*pair) for pair in notes.items()]), tuple(tensors))
 
 
 VIDEO = TensorColumn("vae_latent", "CTHW", target="video")
 AUDIO = TensorColumn("audio_latent", "SFT", target="audio")
 TEXT = TensorColumn("text_embedding", "LD", condition="text", free="L")
-IMAGE = TensorColumn("clip_feature", "LD", condition="image")
+IMAGE = TensorColumn("clip_feature", "LD", condition="image", optional=True)  # models without CLIP need none
 FIRST_FRAME = TensorColumn("first_frame_latent", "CTHW", condition="first_frame")
 PICTURE = TensorColumn("pil_image", "CHW")
 
@@ -129,7 +137,7 @@ ROW_TYPES = {row_type.name: row_type for row_type in (T2V, I2V, T2VA, TEXT_ONLY)
 
 def read_columns(row_type: RowType) -> list[str]:
     """The columns that readers ask a file for: all but tensors that are notes."""
-    left = {part for column in row_type.tensors if column.is_note for part in _parts(column.stem)}
+    left = {part for column in row_type.tensors if column.is_note for part in stored_columns(column.stem)}
     return [name for name in row_type.schema.names if name not in left]
 
 
@@ -142,6 +150,8 @@ def collate(row_type: RowType, rows: Sequence[Mapping[str, Any]], indices: Seque
     """Decoded rows of one signature as a `Batch`."""
     targets, conditions, lens = {}, {}, []
     for column in row_type.channels:
+        if column.optional and rows[0].get(column.stem) is None:
+            continue
         tensors = [row[column.stem].float() for row in rows]
         if column.condition == "text":
             conditions["text"], lens = pad_text(tensors)
@@ -185,7 +195,7 @@ def check_schema(row_type: RowType, schema: pa.Schema, where: str) -> None:
     expected_tensors = {column.stem for column in row_type.tensors}
     found_tensors = {name.removesuffix("_bytes") for name in schema.names if name.endswith("_bytes")}
     extra = {stem for stem in found_tensors - expected_tensors if f"{stem}_shape" in schema.names}
-    unexpected = {part for stem in extra for part in _parts(stem)}
+    unexpected = {part for stem in extra for part in stored_columns(stem)}
     wrong = {
         field.name: f"{_kind(schema.field(field.name).type)}, expected {_kind(field.type)}"
         for field in row_type.schema
@@ -214,6 +224,11 @@ def check_shape(column: TensorColumn, shape: Sequence[int] | None, where: str) -
     return shape
 
 
+def signature_of(column: TensorColumn, shape: Sequence[int]) -> tuple[int | None, ...]:
+    """A tensor's part of a signature: its sizes, None where they are free."""
+    return tuple(None if d in column.free else n for d, n in zip(column.dims, shape, strict=True))
+
+
 def decode_tensor(column: TensorColumn, row: Mapping[str, Any], where: str) -> Tensor:
     """One tensor of a row, in its stored dtype.
 
@@ -238,15 +253,15 @@ def decode_tensor(column: TensorColumn, row: Mapping[str, Any], where: str) -> T
 def decode_row(row_type: RowType, row: Mapping[str, Any], where: str) -> dict[str, Any]:
     """A Parquet row as tensors under their stems beside the plain columns. `where` heads error messages.
 
-    Notes that were not read are left out; a note without a value is None.
+    Notes that were not read are left out; what may be absent and is, is None.
     """
     tensors: dict[str, Tensor | None] = {}
     for column in row_type.tensors:
-        if not column.is_note or row.get(f"{column.stem}_bytes"):
+        if not column.may_lack or row.get(f"{column.stem}_bytes"):
             tensors[column.stem] = decode_tensor(column, row, where)
         elif f"{column.stem}_bytes" in row:
             tensors[column.stem] = None
-    parts = {part for column in row_type.tensors for part in _parts(column.stem)}
+    parts = {part for column in row_type.tensors for part in stored_columns(column.stem)}
     plain = {name: row[name] for name in row_type.schema.names if name not in parts}
     return {**plain, **tensors}
 
@@ -260,8 +275,8 @@ def encode_row(row_type: RowType, sample: Mapping[str, Any]) -> dict[str, Any]:
     where = f"row {sample.get('id')!r} of type {row_type.name}"
     for column in row_type.tensors:
         tensor = row.pop(column.stem, None)
-        if column.is_note and tensor is None:
-            row |= dict(zip(_parts(column.stem), (b"", [], ""), strict=True))
+        if column.may_lack and tensor is None:
+            row |= dict(zip(stored_columns(column.stem), (b"", [], ""), strict=True))
             continue
         if not isinstance(tensor, Tensor):
             raise UserError(f"{where}: {column.stem} is {type(tensor).__name__}, expected a tensor")
@@ -270,7 +285,7 @@ def encode_row(row_type: RowType, sample: Mapping[str, Any]) -> dict[str, Any]:
             raise UserError(f"{where}: {column.stem} has dtype {name}, expected one of {', '.join(DTYPES)}")
         shape = list(check_shape(column, tensor.shape, where))
         data = tensor.detach().cpu().contiguous().view(torch.uint8).numpy().tobytes()
-        row |= dict(zip(_parts(column.stem), (data, shape, name), strict=True))
+        row |= dict(zip(stored_columns(column.stem), (data, shape, name), strict=True))
     off = [f"missing {n}" for n in row_type.schema.names if n not in row]
     off += [f"unknown {n}{nearest_names(n, row_type.schema.names)}" for n in row if n not in row_type.schema.names]
     if off:

@@ -12,6 +12,7 @@ from core import compat, keys
 from core.config import save_config
 from core.errors import UserError
 from core.trees import num_bytes, num_params
+from infer.jobs import Job
 from train import metrics
 from train import state as states
 from train.config import Recipe
@@ -20,7 +21,7 @@ from train.plot import loss_plot
 from train.setup import Setup, blank_state, initial_state, prepare
 from train.state import TrainState
 from train.step import check_finite, rate_of, train_row, train_step
-from train.validate import Interrupted, Prompt, check_prompts, validate
+from train.validate import Interrupted, check_prompts, validate
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGINT)
 
@@ -95,26 +96,29 @@ def traces(setup: Setup, log: Callable[[str], None]) -> Iterator[Callable[[int],
         finish()
 
 
-def starting_state(setup: Setup, log: Callable[[str], None]) -> tuple[TrainState, Path | None]:
-    """A fresh state, or the checkpoint that the recipe asks for and its folder.
-
-    A checkpoint is judged against a state without memory before anything is allocated or read.
-    """
+def opened_checkpoint(setup: Setup) -> states.Opened | None:
+    """The checkpoint that the recipe asks for, judged against a state without memory: nothing is allocated or read."""
     asked = setup.recipe.training.checkpoint
     if asked.resume_from_checkpoint is None:
-        return initial_state(setup), None
-    folder, ours = states.find(asked.output_dir, asked.resume_from_checkpoint), setup.record()
-    opened = states.open_for(blank_state(setup, "meta"), folder, ours, weights_only=asked.weights_only)
+        return None
+    folder = states.find(asked.output_dir, asked.resume_from_checkpoint)
+    return states.open_for(blank_state(setup, "meta"), folder, setup.record(), weights_only=asked.weights_only)
+
+
+def starting_state(setup: Setup, opened: states.Opened | None, log: Callable[[str], None]) -> TrainState:
+    """A fresh state, or that of a checkpoint."""
+    if opened is None:
+        return initial_state(setup)
     state = blank_state(setup, setup.device)
     states.fill(state, opened)
-    if asked.weights_only:
+    if setup.recipe.training.checkpoint.weights_only:
         state.step = opened.record["step"]
         state.position = state.step * setup.recipe.training.loop.gradient_accumulation_steps
-    threads = opened.record["threads"]
-    if threads != ours["threads"] and setup.device.type == "cpu":
-        log(f"note: made with {threads} threads, now {ours['threads']}: losses agree, but not to the last bit")
-    log(f"resumed from {folder} at step {state.step}")
-    return state, folder
+    threads, now = opened.record["threads"], torch.get_num_threads()
+    if threads != now and setup.device.type == "cpu":
+        log(f"note: made with {threads} threads, now {now}: losses agree, but not to the last bit")
+    log(f"resumed from {opened.folder} at step {state.step}")
+    return state
 
 
 def train(recipe: Recipe) -> metrics.Summary:
@@ -126,17 +130,18 @@ def train(recipe: Recipe) -> metrics.Summary:
     """
     started = time.perf_counter()
     setup = prepare(recipe)
-    prompts = check_prompts(setup)
+    opened = opened_checkpoint(setup)
+    jobs = check_prompts(setup)
     if recipe.training.deterministic:
         compat.deterministic()
     out = Path(recipe.training.checkpoint.output_dir)
     with stop_requests() as stop, resource_faults(setup):
-        state, last = starting_state(setup, print)
+        state = starting_state(setup, opened, print)
         out.mkdir(parents=True, exist_ok=True)
         save_config(recipe, out / "config.yaml")
         metrics.drop_after(out / "metrics.jsonl", state.step)
         write_setup_row(setup, state, out, time.perf_counter() - started)
-        run_steps(setup, state, prompts, last, out, stop)
+        run_steps(setup, state, jobs, None if opened is None else opened.folder, out, stop)
     summary = metrics.summary(metrics.read_rows(out / "metrics.jsonl"))
     print(metrics.summary_text(summary), flush=True)
     if stop:
@@ -169,7 +174,7 @@ def write_setup_row(setup: Setup, state: TrainState, out: Path, seconds: float) 
     )
 
 
-def run_steps(setup, state, prompts: list[Prompt], last: Path | None, out: Path, stop: list[int]) -> None:
+def run_steps(setup, state, jobs: list[Job], last: Path | None, out: Path, stop: list[int]) -> None:
     """The loop: ends after the last step, or after the step during which a signal came; always saves its end.
 
     Saving comes before validation, which may take long and which a resuming run makes up for.
@@ -181,9 +186,9 @@ def run_steps(setup, state, prompts: list[Prompt], last: Path | None, out: Path,
         traced = stack.enter_context(traces(setup, display.log))
         data = stack.enter_context(stream(setup, state))
         while not stop:
-            if prompts and validation_owed(setup, state, out):
+            if jobs and validation_owed(setup, state, out):
                 with contextlib.suppress(Interrupted):
-                    timed(out, "validate", state, lambda: validate(setup, state, prompts, display.log, stop))
+                    timed(out, "validate", state, lambda: validate(setup, state, jobs, display.log, stop))
                 loss_plot(metrics.read_rows(out / "metrics.jsonl"), out / "loss.png", title=out.name)
             if stop or state.step >= total:
                 break

@@ -26,7 +26,7 @@ from train.config import Recipe, Wan
 from train.data import Dataset, common_shape, first_fps
 from train.optim import FUSED_DEVICES, adamw_init
 from train.precision import FLOATS
-from train.recipe_data import check_data, fingerprint, open_recipe_data
+from train.recipe_data import check_data, check_models, fingerprint, open_recipe_data
 from train.sft import Objective, image_channels
 from train.state import TrainState
 
@@ -64,6 +64,8 @@ class Setup:
             "sampling": dataclasses.asdict(self.defaults),
             "vae": folder(self.components.vae_folder),
             "text_encoder": folder(self.components.text_folder),
+            "image_encoder": folder(self.components.image_folder),
+            "expand_timesteps": self.components.expand_timesteps,
             "data": {
                 "samples": len(self.dataset),
                 "train_batch_size": self.recipe.training.data.train_batch_size,
@@ -97,10 +99,10 @@ def check_capability(recipe: Recipe, cfg: wan.WanConfig) -> None:
             "use i2v data"
         )
     if kind == "i2v":
-        raise_faults(f"{title} does not fit this model", _image_faults(recipe, cfg, takes))
+        raise_faults(f"{title} does not fit this model", _image_faults(cfg, takes))
 
 
-def _image_faults(recipe: Recipe, cfg: wan.WanConfig, takes: tuple[str, ...]) -> list[str]:
+def _image_faults(cfg: wan.WanConfig, takes: tuple[str, ...]) -> list[str]:
     if not takes:
         return ["it takes no image (no image_dim, and in_channels = out_channels): use t2v data"]
     faults, channels = [], cfg.out_channels + VAE_STRIDES[1]
@@ -111,8 +113,6 @@ def _image_faults(recipe: Recipe, cfg: wan.WanConfig, takes: tuple[str, ...]) ->
         )
     if cfg.pos_embed_seq_len is not None:
         faults.append("it needs a first and a last frame (pos_embed_seq_len), the data have only the first")
-    if recipe.callbacks.validation is not None:
-        faults.append("callbacks.validation samples from text alone, so it must be null")
     return faults
 
 
@@ -242,11 +242,12 @@ def prepare(recipe: Recipe) -> Setup:
     cfg = model_config(student, "models.student")
     check_capability(recipe, cfg)
     with named("training.data.data_path"):
-        dataset = open_recipe_data(training.data)
-    components = find_components(recipe)
-    check_data(recipe, cfg, dataset, components)
+        dataset = open_recipe_data(training.data, device)
     asked = training.compute_dtype
     compute = devices.default_compute_dtype(device) if asked is None else FLOATS[asked]
+    components = find_components(recipe, cfg, device, compute)
+    check_data(recipe, cfg, dataset, components)
+    check_models(training.data, components)
     check_kernels(recipe, cfg, device, compute)
     empty = empty_caption(recipe, cfg, components.text)
     return Setup(

@@ -1,15 +1,17 @@
 """Validation: videos from a prompt file, sampled with the weights in training."""
 
+import dataclasses
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
 
-from core.errors import UserError, named, raise_faults
+from core import devices
+from core.errors import named
 from core.trees import Params
-from infer.conditions import encode_prompts
-from infer.folder import Pipeline, TextEncoder
-from infer.generate import Sampling, check_sampling, generate
+from infer.folder import Pipeline
+from infer.generate import Sampling, generate
+from infer.jobs import Job, check_jobs, embed_pictures, embed_texts, make_jobs, moved
 from infer.media import contact_sheet, write_video
 from infer.prompts import Prompt, read_prompts
 from infer.samplers import SAMPLERS
@@ -38,37 +40,54 @@ def sampling_for(setup: Setup, prompt: Prompt, steps: int) -> Sampling:
     )
 
 
-def check_prompts(setup: Setup) -> list[Prompt]:
-    """The prompts of the recipe's validation, each tried against what sampling refuses. None configured: no prompts.
+def check_prompts(setup: Setup) -> list[Job]:
+    """The prompts of the recipe's validation, checked and encoded as in `prepare_jobs`. None configured: none.
 
     Raises:
-        UserError: one message with every entry whose size (its own, the recipe's or the data's) or models
-            cannot be sampled.
+        UserError: one message with every entry that cannot be used, or whose size (its own, the recipe's or the
+            data's), picture or models cannot be sampled; before any encoder is read.
     """
     v = setup.recipe.callbacks.validation
     if v is None:
         return []
     with named("callbacks.validation.dataset_file"):
         prompts = read_prompts(v.dataset_file)
-    pipe, faults = pipeline_of(setup, {}), []
+    return prepare_jobs(setup, prompts)
+
+
+def prepare_jobs(setup: Setup, prompts: Sequence[Prompt]) -> list[Job]:
+    """Text and pictures of prompts encoded, on the CPU: they stay the same for the whole run.
+
+    One call for all: UMT5 and CLIP are read once each, and before the state of training takes the device's memory.
+    Raises UserError as `check_prompts`.
+    """
+    v, pipe = setup.recipe.callbacks.validation, pipeline_of(setup, {})
     for steps in v.sampling_steps:
         SAMPLERS[v.sampler].schedule(steps, setup.recipe.pipeline.flow_shift)
-    for i, prompt in enumerate(prompts):
-        if prompt.image is not None:
-            faults.append(f"data[{i}]: image: this model takes text only")
-        try:
-            check_sampling(pipe, sampling_for(setup, prompt, v.sampling_steps[0]))
-        except UserError as error:
-            faults.append(f"data[{i}]: {error}")
-    raise_faults(f"callbacks.validation: prompts of {v.dataset_file} that cannot be sampled", faults)
-    return prompts
+    title = f"callbacks.validation: prompts of {v.dataset_file} that cannot be sampled"
+    first = lambda prompt: sampling_for(setup, prompt, v.sampling_steps[0])  # noqa: E731
+    samplings, images = check_jobs(pipe, prompts, first, title=title)
+    avoid = ["" if p.negative_prompt is None else p.negative_prompt for p in prompts]
+    with named("callbacks.validation"):
+        texts = embed_texts(pipe, [p.caption for p in prompts], None if v.guidance_scale == 1.0 else avoid)
+        jobs = make_jobs(pipe, prompts, samplings, texts, images, embed_pictures(pipe, images))
+    return [moved(job, "cpu") for job in jobs]
 
 
 def pipeline_of(setup: Setup, params: Params) -> Pipeline:
     """Weights as a pipeline with the run's models around them; captions are cut and padded as in training."""
-    embed, length = setup.components.text.embed, setup.text_length
-    text = TextEncoder(lambda prompts: [e[:length] for e in embed(prompts)], length)
-    return Pipeline(params, setup.cfg, setup.components.vae, text, setup.defaults, setup.device, setup.compute)
+    parts = setup.components
+    return Pipeline(
+        params,
+        setup.cfg,
+        parts.vae,
+        parts.text,
+        setup.defaults,
+        setup.device,
+        setup.compute,
+        image=parts.image,
+        expand_timesteps=parts.expand_timesteps,
+    )
 
 
 def live_pipeline(setup: Setup, state: TrainState) -> Pipeline:
@@ -84,7 +103,7 @@ class Interrupted(Exception):
 
 @torch.no_grad()
 def validate(
-    setup: Setup, state: TrainState, prompts: list[Prompt], log: Callable[[str], None], stop: Sequence[int] = ()
+    setup: Setup, state: TrainState, jobs: Sequence[Job], log: Callable[[str], None], stop: Sequence[int] = ()
 ) -> list[Path]:
     """Samples every prompt with every step count; writes MP4s and one contact sheet below `samples/`.
 
@@ -101,19 +120,19 @@ def validate(
     run = Run(attention=setup.run.attention)
     fps = next(f for f in (v.fps, setup.defaults.fps, 16.0) if f is not None)
     rows, paths = [], []
-    # One call for all captions: a large text encoder is read for each call.
-    avoid = ["" if p.negative_prompt is None else p.negative_prompt for p in prompts]
-    embedded = encode_prompts(pipe, [*(p.caption for p in prompts), *avoid]).split(1)
-    pairs = zip(embedded[: len(prompts)], embedded[len(prompts) :], strict=True)
-    for i, (prompt, (text, negative)) in enumerate(zip(prompts, pairs, strict=True)):
-        seed = DEFAULT_SEED if prompt.seed is None else prompt.seed
+    for i, job in enumerate(jobs):
+        seed = DEFAULT_SEED if job.prompt.seed is None else job.prompt.seed
+        job = moved(job, setup.device)
         for steps in v.sampling_steps:
-            sampling = sampling_for(setup, prompt, steps)
-            (frames,) = generate(pipe, sampling, text, negative, [seed], run=run, progress=progress)
+            sampling = dataclasses.replace(job.sampling, steps=steps)
+            (frames,) = generate(
+                pipe, sampling, job.text, job.negative, [seed], conditions=job.conditions, run=run, progress=progress
+            )
             path = folder / f"step-{state.step:06d}-prompt{i}-{steps}steps.mp4"
             write_video(path, frames, fps)
-            rows.append((f"{prompt.caption} ({steps} step{'s' if steps > 1 else ''})", frames))
+            rows.append((f"{job.prompt.caption} ({steps} step{'s' if steps > 1 else ''})", frames))
             paths.append(path)
+    devices.empty_cache(setup.device)  # blocks of the VAE's sizes are of no use to training
     sheet = folder / f"step-{state.step:06d}.png"
     contact_sheet(rows, sheet, title=f"step {state.step}")
     log(f"validated at step {state.step}: {len(paths)} videos, contact sheet {sheet}")

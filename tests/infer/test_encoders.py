@@ -163,6 +163,23 @@ def test_an_encoder_that_fails_is_freed_too(real, monkeypatch):
     assert freed == [CPU]
 
 
+@pytest.mark.parametrize("name", ["text_encoder", "image_encoder"])
+def test_a_kept_encoder_is_read_once_and_gives_the_same_bits(real, monkeypatch, name):
+    """At its first use, not before; and one read of a model gives the bits of another."""
+    reads, freed, read_model = [], [], encoders.read_model
+    monkeypatch.setattr(encoders, "read_model", lambda kind, *a: reads.append(kind) or read_model(kind, *a))
+    monkeypatch.setattr(encoders, "free", freed.append)
+    load = {"text_encoder": load_text_encoder, "image_encoder": load_image_encoder}[name]
+    given_ = {"text_encoder": ["a red ball"], "image_encoder": [random_frames(0, 1, 24, 32)[0]]}[name]
+    kept, fresh = (load(real("i2v").folder / name, keep=keep) for keep in (True, False))
+    assert reads == []
+    rows = [kept.embed(given_)[0] for _ in range(3)]
+    assert len(reads) == 1 and freed == []
+    rows += [fresh.embed(given_)[0] for _ in range(2)]
+    assert len(reads) == 3 and freed == [CPU, CPU]
+    assert all(torch.equal(rows[0], row) for row in rows) and not rows[0].requires_grad
+
+
 def test_opening_reads_no_weights(real, monkeypatch):
     for name in ("core.checkpoint.read_leaves", "infer.encoders.read_model", "nn.wan_vae.load"):
         monkeypatch.setattr(name, lambda *a, **k: pytest.fail("weights were read"))

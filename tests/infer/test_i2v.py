@@ -14,7 +14,7 @@ from core.errors import UserError
 from core.geometry import to_frames, to_video
 from infer import __main__ as cli
 from infer.__main__ import main
-from infer.autoencoders import decode_frames
+from infer.autoencoders import decode_frames, load_vae
 from infer.conditions import encode_prompts, image_conditions, image_features, inputs_of, unconditional
 from infer.folder import load_pipeline
 from infer.generate import (
@@ -230,6 +230,17 @@ def test_decoding_in_chunks_equals_decoding_at_once(real, tiny):
         assert (frames[1].int() - to_frames(whole[1]).int()).abs().max() <= 1
 
 
+def test_decoding_in_strips_equals_decoding_at_once(real, tiny):
+    vae = load_vae(real("t2v").folder / "vae", strips=3)
+    latents = initial_noise((4, 3, 2, 9), [0])
+    whole = load_vae(real("t2v").folder / "vae").decode(latents)
+    torch.testing.assert_close(vae.decode(latents), whole, rtol=0, atol=2e-5)
+    (frames,) = decode_frames(vae, latents)
+    assert (frames.int() - to_frames(whole[0]).int()).abs().max() <= 1
+    with pytest.raises(UserError, match="decoded at once, strips would do nothing"):
+        load_vae(tiny.folder / "vae", strips=2)
+
+
 def test_models_and_pictures_that_do_not_go_together(real):
     text, image, small = opened(real("t2v")), opened(real("i2v")), random_frames(0, 1, 32, 48)[0]
     check_sampling(image, SAMPLING, ["image"])
@@ -331,6 +342,7 @@ BAD_FLAGS = {
     "both": (["--prompt", "a", "--image", "PNG", "--video", "PNG"], ["--image or --video, not both"]),
     "feature": (["--prompt", "a", "--clip-feature", "x"], ["--clip-feature is that of --image"]),
     "preview": (["--prompt", "a", "--preview-every", 0], ["--preview-every is 0"]),
+    "strips": (["--prompt", "a", "--vae-strips", 0], ["the vae's strips are 0"]),
     "samples": (["--prompt", "a", "--samples-per-prompt", 0], ["samples per prompt is 0"]),
     "strength": (["--prompt", "a", "--video", "PNG", "--strength", 0.1], ["leaves none to do: at least 0.333"]),
     "short": (["--prompt", "a", "--video", "PNG"], ["asked for 9 frames", "the clip has 1 frames"]),

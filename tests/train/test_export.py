@@ -173,6 +173,15 @@ def test_guidance_is_off_where_nothing_unconditional_was_trained(recipe, tmp_pat
     assert prepare(recipe(tmp_path / "run", changes)).defaults.guidance_scale == scale
 
 
+def test_an_image_encoder_for_a_model_without_image_features_is_refused(finished, clips, tmp_path, capsys):
+    folder = str(clips / "text_encoder")
+    assert main([str(finished), "--output", str(tmp_path / "out"), "--image-encoder", folder]) == 2
+    assert f"--image-encoder {folder}: the model takes no image features" in capsys.readouterr().err
+    assert list(tmp_path.iterdir()) == []
+    assert main([str(finished), "--output", str(tmp_path / "out")]) == 0
+    assert capsys.readouterr().out.startswith("wrote "), "nothing is missing, so there is nothing to note"
+
+
 def test_a_run_without_models_around_it_exports_the_transformer_alone(recipe, write_set, tmp_path):
     from train.run import train
 

@@ -177,7 +177,9 @@ def test_the_image_tells_the_model_which_clip_it_is(recipe, tmp_path):
         (model(image_dim=7), r"row 0: clip_feature \[5, 6\] .6 such., expected \[L, 7\]"),
         ({KIND: "t2v"}, "t2v has no image conditions, which this model needs .*: use i2v data"),
         ({"callbacks.validation": {"dataset_file": "x.json", "every_steps": 1, "sampling_steps": [1]}},
-         "callbacks.validation samples from text alone, so it must be null"),
+         "callbacks.validation cannot sample videos\n  - no vae/ .*\n  - no text_encoder/ .*\n  - no image_encoder/ "),
+        ({"pipeline.expand_timesteps": True}, "pipeline.expand_timesteps is true, but this model takes pictures by"),
+        ({"pipeline.image_encoder": "gone"}, "pipeline.image_encoder: gone has no config.json"),
     ],
 )  # fmt: skip
 def test_models_and_data_that_do_not_go_together_are_refused_before_anything_is_made(

@@ -16,9 +16,9 @@ from core.errors import UserError
 from core.geometry import to_frames, to_video
 from infer.media import psnr, read_video, write_video
 from nn import patch_codec, text_hash
-from train import preprocess as pre
 from train.data import Reader, batches, check_latents, check_text, open_dataset
-from train.preprocess import Settings, main, read_metadata
+from train.preprocess import Settings, preprocess, read_metadata
+from train.preprocess.__main__ import main
 from train.rows import T2V
 
 SIZE = ["--num-frames", "9", "--height", "32", "--width", "48"]
@@ -69,6 +69,8 @@ def test_the_output_folder(made):
     assert found == [
         "data/part-00000.parquet",
         "preprocess.json",
+        "report.json",
+        "reports/part-00000.json",
         "text_encoder/config.json",
         "vae/config.json",
         "vae/diffusion_pytorch_model.safetensors",
@@ -76,11 +78,14 @@ def test_the_output_folder(made):
     ]
     manifest = json.loads((made / "preprocess.json").read_text())
     assert manifest["settings"]["num_frames"] == 9 and manifest["clips"] == 3 and manifest["versions"]["torch"]
+    assert manifest["complete"] is True and manifest["models"]["vae"]["folder"] == "vae"
     prompts = json.loads((made / "validation.json").read_text())
     assert prompts == {"data": [{"caption": "waves, number 0"}, {"caption": "waves, number 1"}]}
     file = pq.ParquetFile(made / "data" / "part-00000.parquet")
     assert file.schema_arrow.equals(T2V.schema)
     assert [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)] == [2, 1]
+    encodings = {e for c in range(file.metadata.num_columns) for e in file.metadata.row_group(0).column(c).encodings}
+    assert not any("DICTIONARY" in e for e in encodings)  # a page then holds a row or two
 
 
 def test_rows_are_what_codec_and_embedder_give(videos, made):
@@ -118,7 +123,7 @@ def test_a_second_run_gives_the_same_set(videos, made, tmp_path):
 
 def test_fps_resamples_and_reaches_the_rows(videos, tmp_path):
     settings = Settings(num_frames=5, height=32, width=48, fps=10.0, latent_channels=8)
-    pre.preprocess(videos / "v.csv", tmp_path / "set", settings)
+    preprocess(videos / "v.csv", tmp_path / "set", settings)
     row = Reader(open_dataset(tmp_path / "set", T2V)).sample(0)
     assert row["fps"] == 10 and row["vae_latent"].shape == (8, 2, 4, 6) and row["duration_sec"] == 0.5
     params, cfg = patch_codec.load(tmp_path / "set" / "vae")
@@ -137,16 +142,49 @@ def failing(capsys, *args) -> str:
     return text
 
 
-def test_every_bad_clip_is_listed_and_nothing_is_written(videos, tmp_path, capsys):
-    names = ["clips/0.mp4", "nothing.mp4", "corrupt.mp4", "short.mp4", "v.csv"]
+BAD = ["nothing.mp4: no such file", "corrupt.mp4: cannot be decoded", "short.mp4: too short: it has 7 frames; the "
+       "shortest bucket takes 9", "v.csv: cannot be decoded"]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def bad(videos):
     data = videos / "bad.jsonl"
+    names = ["clips/0.mp4", "nothing.mp4", "corrupt.mp4", "short.mp4", "v.csv"]
     data.write_text("\n".join(json.dumps({"path": n, "caption": "x"}) for n in names))
-    text = failing(capsys, "--data", data, "--output", tmp_path / "out", *SIZE)
-    assert "4 of 5 clips cannot be used" in text
-    assert "nothing.mp4: no such file" in text
-    assert "corrupt.mp4: cannot be decoded" in text
-    assert "short.mp4: asked for 9 frames from frame 0, the clip has 7 frames: the longest valid" in text
-    assert "v.csv: cannot be decoded" in text
+    return data
+
+
+def test_with_strict_every_bad_clip_is_listed_and_nothing_is_written(bad, tmp_path, capsys):
+    text = failing(capsys, "--data", bad, "--output", tmp_path / "out", *SIZE, "--strict")
+    assert "4 of 5 clips cannot be used" in text and all(part in text for part in BAD)
+
+
+def test_bad_clips_are_reported_and_the_rest_is_encoded(bad, tmp_path, capsys):
+    assert main(["--data", str(bad), "--output", str(tmp_path / "out"), *SIZE]) == 1
+    text = capsys.readouterr().err
+    assert "4 of 5 clips were not used" in text and all(part in text for part in BAD)
+    report = json.loads((tmp_path / "out" / "report.json").read_text())
+    assert (report["clips"], report["rows"], report["unusable_clips"], report["buckets"]) == (5, 1, 4, {"48x32x9": 1})
+    assert [(u["row"], u["name"]) for u in report["unusable"]] == [
+        (1, "nothing.mp4"), (2, "corrupt.mp4"), (3, "short.mp4"), (4, "v.csv")
+    ]  # fmt: skip
+    assert all(f"{u['name']}: {u['reason']}".startswith(part) for u, part in zip(report["unusable"], BAD, strict=True))
+    assert [Reader(open_dataset(tmp_path / "out", T2V)).sample(i)["id"] for i in range(1)] == ["clips/0.mp4"]
+
+
+def test_when_no_clip_can_be_used_nothing_is_written(bad, tmp_path, capsys):
+    (bad.parent / "none.jsonl").write_text("\n".join(bad.read_text().splitlines()[1:]))
+    text = failing(capsys, "--data", bad.parent / "none.jsonl", "--output", tmp_path / "out", *SIZE)
+    assert "4 of 4 clips cannot be used" in text and all(part in text for part in BAD)
+
+
+def test_a_long_list_of_bad_clips_is_cut_on_the_terminal_only(videos, tmp_path, capsys):
+    rows = [{"path": "clips/0.mp4", "caption": "x"}] + [{"path": f"no{i}.mp4", "caption": "x"} for i in range(25)]
+    (videos / "many.json").write_text(json.dumps(rows))
+    assert main(["--data", str(videos / "many.json"), "--output", str(tmp_path / "out"), *SIZE]) == 1
+    lines = capsys.readouterr().err.splitlines()
+    assert len(lines) == 22 and "no19.mp4" in lines[20] and lines[21].endswith("and 5 more, see report.json")
+    assert len(json.loads((tmp_path / "out" / "report.json").read_text())["unusable"]) == 25
 
 
 @pytest.mark.parametrize(
@@ -172,7 +210,7 @@ def test_bad_metadata_is_named(tmp_path, capsys, name, content, message):
 
 
 def test_bad_settings_are_refused_before_a_clip_is_read(videos, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(pre, "read_clip", lambda *a: pytest.fail("read a clip"))
+    monkeypatch.setattr("train.preprocess.buckets.probe", lambda *a: pytest.fail("read a clip"))
     common = ["--data", videos / "v.csv", "--output", tmp_path / "out"]
     text = failing(capsys, *common, "--num-frames", 10, "--height", 30, "--width", 48)
     assert "num_frames is 10, expected 4k+1: nearest valid 9 or 13" in text
@@ -182,7 +220,13 @@ def test_bad_settings_are_refused_before_a_clip_is_read(videos, tmp_path, capsys
         ("--text-dim", 7, "dim is 7, expected a positive even number"),
         ("--text-max-length", 0, "max_length is 0"),
         ("--rows-per-group", 0, "rows_per_group is 0"),
+        ("--clips-per-file", 0, "clips_per_file is 0"),
         ("--fps", 0, "fps is 0.0, expected a positive number"),
+        ("--max-crop", 1, "max_crop is 1.0, expected at least 0 and below 1"),
+        ("--max-upscale", 0.5, "max_upscale is 0.5, expected at least 1"),
+        ("--buckets", "48x32x9", "num_frames: give either it or buckets"),
+        ("--image-encoder", videos, "image_encoder: t2v rows have no image features"),
+        ("--vae", videos / "nothing", "nothing/config.json: no such file"),
     ):
         assert message in failing(capsys, *common, *SIZE, flag, value)
 
@@ -192,7 +236,9 @@ def test_an_older_set_is_kept_unless_told_and_other_folders_always(videos, tmp_p
     command = ["--data", str(videos / "v.csv"), "--output", str(output), *SIZE]
     assert main(command) == 0
     old = (output / "data" / "part-00000.parquet").read_bytes()
-    assert "already holds a preprocessed set" in failing(capsys, *command)
+    text = failing(capsys, *command, "--fps", "10", "--text-dim", "32")
+    assert "already holds another set" in text and "settings.fps: recorded None, now 10.0" in text
+    assert "settings.text_dim: recorded 64, now 32" in text and "--overwrite" in text
     # A failed --overwrite keeps the old set.
     failing(capsys, *command, "--num-frames", "33", "--overwrite")
     assert (output / "data" / "part-00000.parquet").read_bytes() == old
@@ -206,13 +252,13 @@ def test_an_older_set_is_kept_unless_told_and_other_folders_always(videos, tmp_p
         assert "is not a preprocessed set" in text
 
 
-def test_a_failure_while_encoding_leaves_nothing(videos, tmp_path, monkeypatch):
+def test_a_failure_while_a_set_is_begun_leaves_nothing(videos, tmp_path, monkeypatch):
     def fail(*args):
         raise UserError("disk full")
 
     monkeypatch.setattr(text_hash, "save", fail)
     with pytest.raises(UserError, match="disk full"):
-        pre.preprocess(videos / "v.csv", tmp_path / "set", Settings(9, 32, 48))
+        preprocess(videos / "v.csv", tmp_path / "set", Settings(num_frames=9, height=32, width=48))
     assert not list(tmp_path.iterdir())
 
 
@@ -227,12 +273,13 @@ def test_the_command_line(videos, tmp_path):
 
     shown = run("--help")
     assert shown.returncode == 0
-    for part in ("num_frames must be 4k+1 (1, 5, 9, ...)", "(default: 32)", "--overwrite", "example:"):
-        assert part in shown.stdout
+    shown_text = " ".join(shown.stdout.split())
+    for part in ("num_frames must be 4k+1 (1, 5, 9, ...)", "(default: 32)", "--overwrite", "example:", "nearest in"):
+        assert part in shown_text
     done = run("--data", videos / "v.csv", "--output", tmp_path / "set", *SIZE)
     assert done.returncode == 0, done.stderr
-    first = [line.split("  ")[0] for line in done.stdout.splitlines()[:3]]
-    assert first == [f"reading clips: {i}/3" for i in (1, 2, 3)]
+    first = [line.split("  ")[0] for line in done.stdout.splitlines()[:6]]
+    assert first == [f"{what} clips: {i}/3" for what in ("probing", "reading") for i in (1, 2, 3)]
     assert "the codec rebuilds the clips at" in done.stdout and "\x1b" not in done.stdout
-    again = run("--data", videos / "v.csv", "--output", tmp_path / "set", *SIZE)
+    again = run("--data", videos / "v.csv", "--output", tmp_path / "set", *SIZE, "--fps", "7")
     assert again.returncode == 2 and again.stderr.startswith("error: ") and "Traceback" not in again.stderr

@@ -11,7 +11,9 @@ from core import keys
 from core.errors import UserError
 from train.data import Reader, batches, check_tensors, open_dataset
 from train.rows import I2V, ROW_TYPES, T2V, T2VA, TEXT_ONLY, RowType, collate, decode_row, encode_row
+from train.run import train
 from train.setup import CAPABILITIES, prepare
+from train.streaming import Streaming
 
 GRID = (2, 2, 3)
 NOTES = {"file_name": "x.mp4", "media_type": "video", "width": 24, "height": 16, "num_frames": 5, "duration_sec": 0.2,
@@ -66,19 +68,47 @@ def test_encode_then_decode_is_bitwise_the_identity(kind, i, dtype):
             assert after[name] == value
 
 
-def test_a_picture_may_be_absent_but_conditions_may_not(tmp_path):
-    without = {k: v for k, v in sample(I2V, 0).items() if k != "pil_image"}
-    row = encode_row(I2V, without)
-    assert (row["pil_image_bytes"], row["pil_image_shape"], row["pil_image_dtype"]) == (b"", [], "")
-    assert decode_row(I2V, row, "here")["pil_image"] is None
-    with pytest.raises(UserError, match="clip_feature is NoneType, expected a tensor"):
-        encode_row(I2V, {k: v for k, v in without.items() if k != "clip_feature"})
-    pq.write_table(
-        pa.Table.from_pylist([row | {"clip_feature_bytes": b"", "clip_feature_shape": []}], I2V.schema),
-        tmp_path / "x.parquet",
-    )
-    with pytest.raises(UserError, match=r"x.parquet, row 0, column clip_feature_shape: \[\], expected \[L, D\]"):
+def test_notes_and_optional_conditions_may_be_absent_but_others_may_not(tmp_path):
+    for stem in ("pil_image", "clip_feature"):
+        row = encode_row(I2V, {k: v for k, v in sample(I2V, 0).items() if k != stem})
+        assert (row[f"{stem}_bytes"], row[f"{stem}_shape"], row[f"{stem}_dtype"]) == (b"", [], "")
+        assert decode_row(I2V, row, "here")[stem] is None
+    with pytest.raises(UserError, match="first_frame_latent is NoneType, expected a tensor"):
+        encode_row(I2V, {k: v for k, v in sample(I2V, 0).items() if k != "first_frame_latent"})
+    row = encode_row(I2V, sample(I2V, 0)) | {"first_frame_latent_bytes": b"", "first_frame_latent_shape": []}
+    pq.write_table(pa.Table.from_pylist([row], I2V.schema), tmp_path / "x.parquet")
+    with pytest.raises(UserError, match=r"row 0, column first_frame_latent_shape: \[\], expected \[C, T, H, W\]"):
         open_dataset(tmp_path, I2V)
+
+
+def some_without_feature(path, grid=GRID):
+    """Every second row has no clip_feature."""
+    rows = [sample(I2V, i, grid) for i in range(8)]
+    return write(path, I2V, [row if i % 2 else row | {"clip_feature": None} for i, row in enumerate(rows)])
+
+
+@pytest.mark.parametrize("how", [None, Streaming()])
+def test_a_batch_has_an_optional_channel_in_all_its_rows_or_in_none(tmp_path, how):
+    some_without_feature(tmp_path / "data" / "x.parquet")
+    dataset = open_dataset(tmp_path / "data", I2V, how, tmp_path / "index.json" if how else None)
+    assert len(dataset.signatures) == 2 and len(set(dataset.shapes)) == 1
+    again = open_dataset(tmp_path / "data", I2V, how, tmp_path / "index.json" if how else None)
+    assert again.signatures == dataset.signatures  # through the index of a stream, too
+    stream, seen = batches(dataset, key=keys.key(1), batch_size=2), set()
+    for _ in range(8):
+        batch = next(stream)
+        odd = {i % 2 for i in batch.indices}
+        assert len(odd) == 1 and ("image" in batch.conditions) == (odd == {1})
+        assert batch.conditions["first_frame"].shape[0] == 2
+        seen |= odd
+    assert seen == {0, 1}
+
+
+def test_a_missing_optional_channel_is_a_fault_where_it_is_expected(tmp_path):
+    dataset = open_dataset(some_without_feature(tmp_path / "x.parquet"), I2V)
+    check_tensors(dataset, {"first_frame_latent": "vae_latent"}, "title")
+    with pytest.raises(UserError, match=r"x.parquet, row 0: clip_feature is missing .4 such., expected \[L, 6\]"):
+        check_tensors(dataset, {"clip_feature": (None, 6)}, "title")
 
 
 CHANNELS = {
@@ -161,6 +191,20 @@ def test_collate_pads_texts_only():
     batch = collate(T2V, rows, [5, 9])
     assert batch.text.shape == (2, 2, 8) and batch.text_lens == [1, 2] and batch.indices == [5, 9]
     assert torch.equal(batch.latents, torch.stack([r["vae_latent"] for r in rows]))
+
+
+@pytest.mark.parametrize("image_dim", [None, 6])
+def test_models_without_an_image_branch_train_on_rows_with_and_without_features(recipe, tmp_path, image_dim):
+    some_without_feature(tmp_path / "data" / "x.parquet", (2, 2, 4))
+    config = {"in_channels": 12, "image_dim": image_dim, "added_kv_proj_dim": None if image_dim is None else 24}
+    changes = {f"models.student.config.{k}": v for k, v in config.items()}
+    changes |= {"training.data.preprocessed_data_type": "i2v", "training.data.data_path": str(tmp_path / "data")}
+    changes |= {"training.loop.max_train_steps": 3, "training.data.train_batch_size": 2}
+    if image_dim is None:
+        assert train(recipe(tmp_path / "run", changes)).last_loss > 0
+    else:
+        with pytest.raises(UserError, match=r"row 0: clip_feature is missing .4 such., expected \[L, 6\]"):
+            prepare(recipe(tmp_path / "run", changes))
 
 
 @pytest.mark.parametrize("kind", ["t2va", "text_only"])

@@ -517,7 +517,8 @@ def test_bad_input_is_one_line_on_stderr_and_nothing_is_written(case, arguments,
 
 
 PROMPTS = {
-    "image": ({"caption": "x", "image": "prompts.json"}, "data[1]: image: this model takes text only"),
+    "image": ({"caption": "x", "image": "prompts.json"},
+              "data[1]: this pipeline cannot be sampled so\n  - the transformer takes text only"),
     "misspelt": ({"caption": "x", "sede": 1}, "data[1]: unknown key 'sede' (did you mean 'seed'?); allowed: caption, "),
     "missing image": ({"caption": "x", "image": "a.png"}, "data[1]: image "),
     "no caption": ({"seed": 1}, "data[1]: caption is None, expected text"),
@@ -526,7 +527,7 @@ PROMPTS = {
     "frames": ({"caption": "x", "num_frames": 4}, "data[1]: this video size cannot be used"),
     "width": ({"caption": "x", "width": 24}, "width is 24, expected a multiple of 16: nearest valid 16 or 32"),
     "not a mapping": ("x", "data[1]: is 'x', expected a mapping with a caption"),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("case", PROMPTS)

@@ -310,7 +310,7 @@ def test_training_validation_and_inference_feed_the_model_the_same_tensors(
     monkeypatch.setattr(wan, "forward", validated)
     monkeypatch.setattr(validate, "write_video", lambda path, frames, fps: None)
     monkeypatch.setattr(validate, "contact_sheet", lambda rows, path, title: None)
-    validate.validate(setup, state, [prompt], lambda line: None)
+    validate.validate(setup, state, validate.prepare_jobs(setup, [prompt]), lambda line: None)
     assert len(inferred.calls) == len(validated.calls) == steps
     for a, b in zip(inferred.calls, validated.calls, strict=True):
         assert a.keys() == b.keys() and all(torch.equal(a[k], b[k]) and a[k].dtype == b[k].dtype for k in a)

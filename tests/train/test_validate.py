@@ -1,18 +1,26 @@
 """Validation during training: which videos, of which weights, and what stays untouched."""
 
 import dataclasses
+import json
 
 import pytest
 import torch
 
+from core.errors import UserError
 from infer.conditions import encode_prompts
 from infer.folder import load_pipeline
 from infer.generate import generate
 from infer.media import read_video
+from nn import text_hash
+from nn.wan import WanConfig
+from train import components, metrics
 from train import validate as validation_module
 from train.export import export
+from train.run import train
 from train.setup import initial_state, prepare
-from train.validate import Prompt, check_prompts, live_pipeline, sampling_for, validate
+from train.validate import Prompt, check_prompts, live_pipeline, prepare_jobs, sampling_for, validate
+
+TOTAL = "training.loop.max_train_steps"
 
 
 @pytest.fixture
@@ -88,7 +96,8 @@ def test_the_seed_decides_a_sample_whatever_stands_beside_it(setup_of, monkeypat
     state = initial_state(setup)
     monkeypatch.setattr(validation_module, "contact_sheet", lambda rows, *_, **__: None)
     monkeypatch.setattr(validation_module, "write_video", lambda path, frames, fps: seen.update({path.name: frames}))
-    validate(setup, state, [Prompt("a", seed=s) for s in (1, 2, 1, None)], lambda line: None)
+    jobs = prepare_jobs(setup, [Prompt("a", seed=s) for s in (1, 2, 1, None)])
+    validate(setup, state, jobs, lambda line: None)
     a, b, again, default = seen.values()
     assert torch.equal(a, again) and not torch.equal(a, b) and not torch.equal(a, default)
 
@@ -105,7 +114,7 @@ def test_what_a_prompt_avoids_reaches_guidance(setup_of, monkeypatch):
     monkeypatch.setattr(validation_module, "contact_sheet", lambda rows, *_, **__: None)
     monkeypatch.setattr(validation_module, "write_video", lambda path, frames, fps: None)
     prompts = [Prompt("a"), Prompt("b", negative_prompt="dull")]
-    validate(setup, initial_state(setup), prompts, lambda line: None)
+    validate(setup, initial_state(setup), prepare_jobs(setup, prompts), lambda line: None)
     pipe = validation_module.pipeline_of(setup, {})
     for found, words in zip(seen, (("a", ""), ("b", "dull")), strict=True):
         for got, word in zip(found, words, strict=True):
@@ -122,17 +131,58 @@ def test_sizes_come_from_the_prompt_then_the_recipe_then_the_data(setup_of):
     assert (sampling.steps, sampling.sampler, sampling.flow_shift, sampling.guidance_scale) == (3, "unipc", 3.0, 2.0)
 
 
+@pytest.mark.parametrize("guidance, distinct", [(2.0, 3), (1.0, 2)])
+def test_texts_are_embedded_once_a_run_and_none_that_guidance_does_not_need(
+    recipe, validation, tmp_path, monkeypatch, guidance, distinct
+):
+    """Two validations, two prompts; the empty caption is one more text with guidance."""
+    seen, real = [], text_hash.embed
+    monkeypatch.setattr(text_hash, "embed", lambda cfg, texts: seen.append(list(texts)) or real(cfg, texts))
+    changes = {"callbacks.validation": validation | {"every_steps": 1, "guidance_scale": guidance}}
+    train(recipe(tmp_path / "run", {**changes, TOTAL: 2, "training.data.training_cfg_rate": 0.0}))
+    assert len(list((tmp_path / "run" / "samples").glob("*.png"))) == 2
+    assert [len(texts) for texts in seen] == [distinct]
+
+
+def test_every_prompt_that_cannot_be_sampled_is_listed_before_any_encoder_is_read(setup_of, tmp_path, monkeypatch):
+    (tmp_path / "a.png").write_bytes(b"no picture")
+    rows = [
+        {"caption": "a"}, {"caption": "b", "image": "a.png"}, {"caption": "c", "height": 17},
+        {"caption": "d", "num_frames": 4},
+    ]  # fmt: skip
+    (tmp_path / "p.json").write_text(json.dumps({"data": rows}))
+    setup = setup_of(dataset_file=str(tmp_path / "p.json"))
+    monkeypatch.setattr(text_hash, "embed", lambda *a: pytest.fail("embedded"))
+    with pytest.raises(UserError, match="callbacks.validation: prompts of .*p.json that cannot be sampled") as error:
+        check_prompts(setup)
+    message = str(error.value)
+    for part in ("data[1]: ", "takes text only", "data[2]: ", "height is 17", "data[3]: ", "num_frames is 4"):
+        assert part in message, message
+    assert "data[0]" not in message
+
+
+def test_the_models_around_run_on_the_device_of_the_run(recipe, validation, tmp_path, monkeypatch):
+    """Not on the CPU, where a real VAE takes minutes for a video; and they are not held beside the training state."""
+    seen = {}
+    for name in ("load_vae", "load_text_encoder"):
+        monkeypatch.setattr(components, name, lambda folder, n=name, **how: seen.setdefault(n, how))
+    made = recipe(tmp_path / "run", {"callbacks.validation": validation, "pipeline.vae_dtype": "bf16"})
+    gpu = torch.device("cuda", 1)
+    components.find_components(made, WanConfig(), gpu, torch.float16)
+    assert seen == {
+        "load_vae": {"device": gpu, "dtype": torch.bfloat16, "keep": False},
+        "load_text_encoder": {"device": gpu, "dtype": torch.float16},
+    }
+
+
 def test_nothing_to_validate_without_the_callback(recipe, tmp_path):
     assert check_prompts(prepare(recipe(tmp_path / "run"))) == []
 
 
 def test_validation_at_the_start_comes_before_the_first_step(recipe, validation, tmp_path):
-    from train import metrics
-    from train.run import train
-
     out = tmp_path / "run"
     changes = validation | {"validate_at_start": True, "sampling_steps": [1], "every_steps": 2}
-    train(recipe(out, {"callbacks.validation": changes, "training.loop.max_train_steps": 3}))
+    train(recipe(out, {"callbacks.validation": changes, TOTAL: 3}))
     phases = [(row["phase"], row.get("step")) for row in metrics.read_rows(out / "metrics.jsonl")]
     phases = [phase for phase in phases if phase[0] in ("train", "validate")]
     assert phases == [("validate", 0), ("train", 1), ("train", 2), ("validate", 2), ("train", 3), ("validate", 3)]

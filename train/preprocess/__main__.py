@@ -1,0 +1,135 @@
+"""`python -m train.preprocess`: the command line of preprocessing."""
+
+import argparse
+import os
+import sys
+from collections.abc import Mapping, Sequence
+
+import torch
+from pydantic.fields import FieldInfo
+
+from core import devices
+from core.config import validate
+from core.errors import UserError, exit_status
+from core.geometry import geometry_rule
+from train.preprocess.finish import Outcome, listed
+from train.preprocess.models import find_sources
+from train.preprocess.run import preprocess
+from train.preprocess.settings import Settings
+
+RULE = """buckets: a clip is resampled to --fps by nearest timestamp and its frames are counted. Of the buckets with at
+most so many frames it gets one of those with the most, of these the nearest in aspect ratio, of these the largest. Its
+first frames are scaled until they cover the bucket, and the centre is cropped. A clip with fewer frames than the
+shortest bucket, or more than --max-crop of whose area would be lost, or that would be enlarged more than --max-upscale
+times, is not used; report.json says why.
+
+Run again, it goes on where it was stopped. Under torchrun every process makes its share of the parts.
+
+exit status: 0: every clip was used; 1: some were not; 2: nothing was made.
+
+example: python -m train.preprocess --data videos.csv --output data/mine --num-frames 33 --height 96 --width 160
+example: python -m train.preprocess --data videos.csv --output data/wan --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
+         --buckets 832x480x81,480x832x81 --fps 16
+"""
+
+
+def _help(field: FieldInfo) -> str:
+    text, _, unset = field.description.rstrip(".").partition("; null: ")
+    default = unset if field.default is None else field.default
+    return text if default == "" else f"{text} (default: {default})"
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line; the settings, their defaults and meanings are those of `Settings`."""
+    p = argparse.ArgumentParser(
+        prog="python -m train.preprocess",
+        description="Encode videos, pictures (PNG, JPEG) and captions into a Parquet set for training. Without a "
+        "model, latents come from a linear patch codec fitted on the clips and prompt embeddings from hashing words: "
+        f"that needs no downloads. {geometry_rule(4, 8)} for the patch codec and Wan2.1's VAE (16 for Wan2.2's); a "
+        "model with patches of 2 (Wan) needs twice that.",
+        epilog=RULE,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    p.add_argument("--data", required=True, metavar="FILE", help="CSV, JSON or JSONL with path (or video) and caption "
+                   "per row; paths are relative to the file's folder")  # fmt: skip
+    p.add_argument("--output", required=True, metavar="DIR", help="folder of the set")
+    g = p.add_argument_group("models")
+    g.add_argument("--model", metavar="DIR|ID", help="Wan pipeline folder or hub id: its VAE, text encoder and, for "
+                   "i2v, image encoder")  # fmt: skip
+    for name, text in (("vae", "VAE"), ("text-encoder", "text encoder"), ("image-encoder", "image encoder, for i2v")):
+        g.add_argument(f"--{name}", metavar="DIR", help=f"folder of the {text} (default: the model's)")
+    g.add_argument("--device", help="cuda, cuda:1, mps, cpu (default: the best there is)")
+    g = p.add_argument_group("settings")
+    for name, field in Settings.model_fields.items():
+        choices = {"row_type": ("t2v", "i2v"), "dtype": ("fp32", "bf16"), "vae_dtype": ("fp32", "bf16")}.get(name)
+        kind = {"fps": float, "max_crop": float, "max_upscale": float}.get(name, int)
+        how = {"type": str if choices or name == "buckets" else kind, "choices": choices}
+        g.add_argument(f"--{name.replace('_', '-')}", default=field.default, help=_help(field), **how)
+    g = p.add_argument_group("what to do with what is there")
+    g.add_argument("--overwrite", action="store_true", help="replace a set in the output folder that is complete, or "
+                   "of other settings, models or metadata (an unfinished one of the same is gone on with)")  # fmt: skip
+    g.add_argument("--strict", action="store_true", help="a clip that cannot be used is an error; nothing is encoded")
+    g.add_argument("--retry-unusable", action="store_true", help="make the parts again that have unusable clips")
+    return p
+
+
+def settings_of(args: argparse.Namespace) -> Settings:
+    """The settings of a command line. Raises UserError for values that are none."""
+    values = {name: getattr(args, name) for name in Settings.model_fields}
+    if values["buckets"] is not None:
+        values["buckets"] = [text.strip() for text in values["buckets"].split(",")]
+    return validate(Settings, values, "command line")
+
+
+def ranks(env: Mapping[str, str]) -> tuple[int, int, int]:
+    """torchrun's rank, number of processes, and rank on this machine. Raises UserError for what is no such set."""
+    names = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}
+    try:
+        rank, world, local = (int(env.get(name, default)) for name, default in names.items())
+    except ValueError:
+        seen = ", ".join(f"{name}={env.get(name)}" for name in names)
+        raise UserError(f"the environment has {seen}, expected integers, as torchrun sets them") from None
+    if not 0 <= rank < world:
+        raise UserError(f"the environment has RANK={rank} and WORLD_SIZE={world}, expected a rank below it")
+    return rank, world, local
+
+
+def device_of(asked: str | None, world: int, local: int) -> torch.device:
+    """The device of a process: of several, each takes its own GPU."""
+    device = devices.resolve(asked)
+    if device.type == "cuda" and world > 1:
+        return devices.resolve(f"cuda:{local}")
+    return device
+
+
+def report(args: argparse.Namespace, done: Outcome, rank: int) -> int:
+    """Says what was made, and returns the exit status."""
+    if not done.complete:
+        print(f"rank {rank}: its {done.clips} clips are done; {args.output} is complete when the other ranks' are")
+        return 0  # another status would make torchrun end the ranks that are at work
+    quality = "" if done.psnr is None else f" (the codec rebuilds the clips at {done.psnr:.1f} dB)"
+    print(f"wrote {args.output}: {done.rows} rows of {done.clips} clips{quality}")
+    if done.unusable:
+        print(f"{len(done.unusable)} of {done.clips} clips were not used:", file=sys.stderr)
+        print("".join(f"  - {line}\n" for line in listed(done.unusable)), end="", file=sys.stderr)
+    return 1 if done.unusable else 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the command; bad input is printed as `error: ...` to stderr. For the exit status see `RULE`."""
+    args, status = parser().parse_args(argv), []
+
+    def work() -> None:
+        rank, world, local = ranks(os.environ)
+        settings, device = settings_of(args), device_of(args.device, world, local)
+        sources = find_sources(args.model, args.vae, args.text_encoder, args.image_encoder, row_type=settings.row_type)
+        how = {name: getattr(args, name) for name in ("overwrite", "strict", "retry_unusable")}
+        how |= {"device": device, "rank": rank, "world": world}
+        status.append(report(args, preprocess(args.data, args.output, settings, sources, **how), rank))
+
+    failed = exit_status(work)
+    return failed if failed else status[0]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,207 @@
+"""`preprocess.json`: what a set was made with. A set that is unfinished, or was made with other models than a run
+uses, is refused by it. Sets without it (published ones) are taken as they are.
+"""
+
+import hashlib
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import av
+import torch
+
+from core.errors import UserError, raise_faults
+from core.save import describe
+from infer.encoders import CLIP_VISION, UMT5, read_mapping
+from infer.folder import COMPANIONS
+from train.preprocess.metadata import Entry, digest
+from train.preprocess.models import CONFIG, Sources
+from train.preprocess.settings import Settings
+
+MANIFEST = "preprocess.json"
+VERSION = 1
+MODELS = ("vae", "text_encoder", "image_encoder")
+BLOCKS, BLOCK = 16, 1 << 16  # of a weight file, evenly spaced, that are hashed
+WEIGHTS, SMALL = (".safetensors",), (".json", ".model", ".txt")
+BESIDE = {UMT5: COMPANIONS["text_encoder"][0], CLIP_VISION: COMPANIONS["image_encoder"][0]}
+
+
+# --- fingerprints ---------------------------------------------------------------------------------------------
+
+
+def _header(file: BinaryIO, path: Path) -> tuple[bytes, int]:
+    """The header of a safetensors file without the notes of whoever wrote it, and where the tensors begin."""
+    try:
+        (length,) = struct.unpack("<Q", file.read(8))
+        entries = json.loads(file.read(min(length, path.stat().st_size)))
+        entries.pop("__metadata__", None)
+    except (struct.error, ValueError, AttributeError):
+        raise UserError(f"{path}: not a safetensors file, or cut short") from None
+    return json.dumps(entries, sort_keys=True).encode(), 8 + length
+
+
+def _sampled(path: Path) -> bytes:
+    """A digest of a file's size, its header (of safetensors), and blocks spread over it; of all of a small one."""
+    out = hashlib.blake2b(digest_size=16)
+    with path.open("rb") as file:
+        header, start = _header(file, path) if path.suffix in WEIGHTS else (b"", 0)
+        size = path.stat().st_size - start
+        out.update(header + repr(size).encode())
+        whole = size <= BLOCKS * BLOCK
+        for i in range(1 if whole else BLOCKS):
+            file.seek(start + i * (size - BLOCK) // (BLOCKS - 1))
+            out.update(file.read(size if whole else BLOCK))
+    return out.digest()
+
+
+def fingerprint(folder: str | Path) -> str:
+    """Of a model's folder: its config, names, sizes and sampled contents of its weights, and the tokenizer or image
+    processor beside it. It does not change when the folder is copied or moved, and takes a fraction of a second.
+    """
+    folder, out = Path(folder), hashlib.blake2b(digest_size=16)
+    config = read_mapping(folder / CONFIG)
+    out.update(json.dumps(config, sort_keys=True).encode())
+    files = [f for f in sorted(folder.iterdir()) if f.suffix in WEIGHTS]
+    beside = folder.parent / BESIDE.get(config.get("model_type"), "")
+    if beside != folder.parent and beside.is_dir():
+        files += [f for f in sorted(beside.iterdir()) if f.suffix in SMALL]
+    for file in files:
+        out.update(file.name.encode() + _sampled(file))
+    return out.hexdigest()
+
+
+def model_entry(folder: Path, noted: str | None = None) -> dict[str, str]:
+    """A model in the record; `noted` is its place inside the set, else the folder's own is noted."""
+    config = read_mapping(folder / CONFIG)
+    name = config.get("_class_name", config.get("model_type"))
+    return {
+        "class": str(name),
+        "folder": str(folder.resolve()) if noted is None else noted,
+        "fingerprint": fingerprint(folder),
+    }
+
+
+# --- one set --------------------------------------------------------------------------------------------------
+
+
+def identity(entries: Sequence[Entry], settings: Settings, sources: Sources, device: torch.device) -> dict[str, Any]:
+    """The record of a set to be made. Models that preprocessing makes itself stand by their place in the set only."""
+    models: dict[str, Any] = {}
+    for name in MODELS:
+        folder = getattr(sources, name)
+        if folder is not None:
+            models[name] = model_entry(folder)
+        elif name != "image_encoder":
+            models[name] = {"folder": name}
+    return {
+        "version": VERSION,
+        "row_type": settings.row_type,
+        "complete": False,
+        "settings": settings.model_dump(mode="json", exclude={"row_type"}),
+        "models": models,
+        "metadata": {"clips": len(entries), "digest": digest(entries)},
+        "device": device.type,
+        "versions": {
+            "latentree": describe(settings.row_type, {})["project_version"],
+            "torch": str(torch.__version__),
+            "av": av.__version__,
+        },
+    }
+
+
+def _model_differs(recorded: Any, wanted: Any) -> bool:
+    if recorded is None or wanted is None:
+        return recorded is not wanted
+    key = "fingerprint" if "fingerprint" in wanted else "folder"
+    return recorded.get(key) != wanted[key]
+
+
+def differences(recorded: Mapping[str, Any], wanted: Mapping[str, Any]) -> list[str]:
+    """What keeps a set from being continued with other settings, models or metadata, each with both values."""
+    if recorded.get("version") != VERSION:
+        return [f"version: recorded {recorded.get('version')}, this one writes {VERSION}"]
+    pairs = {"row_type": (recorded["row_type"], wanted["row_type"])}
+    for group in ("settings", "metadata"):
+        pairs |= {f"{group}.{k}": (recorded[group].get(k), v) for k, v in wanted[group].items()}
+    out = [f"{name}: recorded {a!r}, now {b!r}" for name, (a, b) in pairs.items() if a != b]
+    for name in MODELS:
+        a, b = (record["models"].get(name) for record in (recorded, wanted))
+        if _model_differs(a, b):
+            out.append(f"models.{name}: recorded {_shown(a)}, now {_shown(b)}")
+    return out
+
+
+def _shown(entry: Mapping[str, str] | None) -> str:
+    if entry is None:
+        return "none"
+    if "fingerprint" not in entry:
+        return "one made here"
+    return f"{entry['class']} {entry['fingerprint'][:12]} ({entry['folder']})"
+
+
+def read_record(folder: Path) -> dict[str, Any] | None:
+    """The record of a set; None where there is none."""
+    path = folder / MANIFEST
+    return read_mapping(path) if path.is_file() else None
+
+
+# --- sets that are read ---------------------------------------------------------------------------------------
+
+
+def check_complete(files: Iterable[Path]) -> None:
+    """Refuses Parquet files of a set that is not finished: its record stands beside them or one folder above."""
+    folders = {above for file in files for above in (file.parent, file.parent.parent)}
+    unfinished = [folder for folder in sorted(folders) if (read_record(folder) or {}).get("complete") is False]
+    go_on = "run the same `python -m train.preprocess` again: it makes the parts that are missing"
+    raise_faults(f"sets that are not finished ({go_on})", [f"{folder}" for folder in unfinished])
+
+
+def sets_of(roots: Iterable[Path]) -> list[Path]:
+    """The folders of the sets with a record behind data paths: at a path, up to two folders above it, or below."""
+    found = []
+    for root in roots:
+        near = [p for p in (root, root.parent, root.parent.parent) if (p / MANIFEST).is_file()]
+        below = sorted(p.parent for p in root.rglob(MANIFEST)) if root.is_dir() and not near else []
+        found += near[:1] or below
+    return list(dict.fromkeys(found))
+
+
+def recorded_models(roots: Iterable[Path], name: str) -> list[tuple[Path, dict[str, str]]]:
+    """`(set, entry)` for every set behind the data paths that records the model `name`."""
+    entries = [(folder, read_record(folder).get("models", {}).get(name)) for folder in sets_of(roots)]
+    return [(folder, entry) for folder, entry in entries if entry is not None]
+
+
+def recorded_folders(roots: Iterable[Path], name: str) -> list[Path]:
+    """Where the sets behind the data paths found their model `name`; folders that are gone are left out."""
+    found = [folder / entry["folder"] for folder, entry in recorded_models(roots, name)]
+    return [folder for folder in found if (folder / CONFIG).is_file()]
+
+
+def check_models(roots: Iterable[Path], folders: Mapping[str, Path | None]) -> None:
+    """Refuses sets that were made with other models than each other, or than a run uses.
+
+    Args:
+        roots: data paths; sets without a record are taken as they are.
+        folders: the run's `vae`, `text_encoder`, `image_encoder`; None for those that it has not.
+
+    Raises:
+        UserError: one message naming each such set with what it records and what was found.
+    """
+    roots, faults = list(roots), []
+    for name in MODELS:
+        recorded = recorded_models(roots, name)
+        if not recorded:
+            continue
+        folder, (first, expected) = folders.get(name), recorded[0]
+        own, origin = expected["fingerprint"], f"{first} records {_shown(expected)}"
+        if folder is not None:
+            own, origin = fingerprint(folder), f"the run uses {_shown(model_entry(folder))}"
+        faults += [
+            f"{name}: {where} records {_shown(entry)}, but {origin}"
+            for where, entry in recorded
+            if entry["fingerprint"] != own
+        ]
+    raise_faults("data that were made with other models", faults)
