@@ -15,7 +15,7 @@ from core.errors import UserError, nearest_names
 
 HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*")
 PACKAGE = "huggingface_hub"
-ALWAYS = ("model_index.json", "scheduler/*", "transformer/*", "vae/*")
+ALWAYS, TRANSFORMER = ("model_index.json", "scheduler/*", "vae/*"), "transformer/*"
 PARTS = {
     "text_encoder": ("text_encoder/*", "tokenizer/*"),
     "image_encoder": ("image_encoder/*", "image_processor/*"),
@@ -63,9 +63,9 @@ def client() -> Hub:
     return Hub(sizes, download)
 
 
-def wanted(parts: Sequence[str]) -> list[str]:
+def wanted(parts: Sequence[str], transformer: bool) -> list[str]:
     """Patterns of the files of a pipeline with the encoders `parts`, keys of `PARTS`."""
-    return [*ALWAYS, *(pattern for part in parts for pattern in PARTS[part])]
+    return [*ALWAYS, *([TRANSFORMER] if transformer else []), *(p for part in parts for p in PARTS[part])]
 
 
 def _matches(file: str, patterns: Sequence[str]) -> bool:
@@ -129,6 +129,7 @@ def resolve_model(
     name: str,
     parts: Sequence[str] = (),
     *,
+    transformer: bool = True,
     hub: Hub | None = None,
     cache_dir: Path | None = None,
     log: Callable[[str], None] = print,
@@ -137,6 +138,7 @@ def resolve_model(
 
     Args:
         parts: encoders to fetch besides transformer, VAE and scheduler, keys of `PARTS`.
+        transformer: False leaves its weights out, which are most of the bytes.
         hub: default the real one. cache_dir: default that of huggingface_hub.
         log: is told the size before a download.
 
@@ -148,7 +150,7 @@ def resolve_model(
         return Path(name)
     if Path(name).exists() or not HUB_ID.fullmatch(name):
         raise UserError(f"{name}: no such folder")
-    hub, patterns = client() if hub is None else hub, wanted(parts)
+    hub, patterns = client() if hub is None else hub, wanted(parts, transformer)
     try:
         sizes = hub.sizes(name)
     except Exception as error:  # the classes of network errors differ between versions of the package

@@ -82,8 +82,10 @@ def test_an_id_downloads_what_is_needed_and_says_how_much(tmp_path, parts, size)
     said = []
     assert resolve_model(WAN, parts, hub=the_hub, cache_dir=tmp_path, log=said.append) == tmp_path
     assert said == [f"{WAN}: {size} GB from the hub or its local cache"]
-    assert calls == [("sizes", WAN), ("download", WAN, tuple(wanted(parts)), tmp_path)]
-    assert ("tokenizer/*" in wanted(parts)) == ("text_encoder" in parts)
+    assert calls == [("sizes", WAN), ("download", WAN, tuple(wanted(parts, True)), tmp_path)]
+    assert ("tokenizer/*" in wanted(parts, True)) == ("text_encoder" in parts)
+    assert resolve_model(WAN, parts, transformer=False, hub=the_hub, log=said.append) == tmp_path
+    assert said[1].startswith(f"{WAN}: {size - 3} GB") and "transformer/*" not in calls[-1][2]
 
 
 OFFLINE = [errors.OfflineModeIsEnabled("offline"), ConnectionError("refused"), TimeoutError(), OSError("proxy")]
@@ -162,7 +164,7 @@ def test_the_command_line_takes_an_id(real, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(cli, "contact_sheet", lambda rows, path: None)
     argv = ["--model", WAN, "--prompt", "a ball", "--device", "cpu", "--output", str(tmp_path / "a.mp4")]
     assert main(argv) == 0 and read_video(tmp_path / "a.mp4").frames.shape == (9, 32, 48, 3)
-    assert calls[-1][2] == tuple(wanted(["text_encoder"]))
+    assert calls[-1][2] == tuple(wanted(["text_encoder"], True))
     assert f"{WAN}: 15 GB" in capsys.readouterr().out
     (tmp_path / "a.mp4").unlink()
     monkeypatch.setattr(hub, "client", lambda: stub(sizes=ConnectionError())[0])

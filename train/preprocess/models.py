@@ -62,7 +62,7 @@ def find_sources(
         raise UserError(f"image_encoder: {row_type} rows have no image features; it is for row type i2v")
     wanted = [name for name in given if found[name] is None and (name != "image_encoder" or row_type == "i2v")]
     if model is not None:
-        root = resolve_model(model, [name for name in wanted if name in PARTS], log=log)
+        root = resolve_model(model, [name for name in wanted if name in PARTS], transformer=False, log=log)
         found |= {n: root / n for n in wanted if n != "image_encoder" or (root / n / CONFIG).is_file()}
     missing = [folder for folder in found.values() if folder is not None and not (folder / CONFIG).is_file()]
     raise_faults("models that are not there", [f"{folder / CONFIG}: no such file" for folder in missing])
