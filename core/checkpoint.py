@@ -130,8 +130,23 @@ def read_leaves(tree: Mapping[str, Tensor | LazyLeaf], keys: Iterable[str], devi
     keys = list(keys)
     raise_faults("cannot read", [f"no leaf {k}" for k in unknown([k for k in keys if k not in tree], tree)])
     memo: Pass = {}
-    leaves = ((k, tree[k]) for k in keys)
-    return {k: (leaf.load(memo) if isinstance(leaf, LazyLeaf) else leaf).to(device) for k, leaf in leaves}
+    load = lambda leaf: leaf.load(memo) if isinstance(leaf, LazyLeaf) else leaf  # noqa: E731
+    leaves = [tree[k] for k in keys]
+    if torch.device(device).type == "cpu":
+        return {k: load(leaf).to(device) for k, leaf in zip(keys, leaves, strict=True)}
+    return {k: x.to(device) for k, x in zip(keys, _ahead(load, leaves), strict=True)}
+
+
+def _ahead(load: Callable[[Any], Tensor], leaves: Iterable[Any]) -> Iterator[Tensor]:
+    """`load` of each in turn, the next one in the background while the caller copies the one before."""
+    with ThreadPoolExecutor(1) as pool:
+        waiting = None
+        for leaf in leaves:
+            loaded, waiting = waiting, pool.submit(load, leaf)
+            if loaded is not None:
+                yield loaded.result()
+        if waiting is not None:
+            yield waiting.result()
 
 
 class _File:

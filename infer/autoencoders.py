@@ -72,7 +72,7 @@ def _wan_vae(
         z = latents.to(device, dtype)
         if strips == 1:
             return wan_vae.decode(read(), cfg, z, chunk=CHUNK)
-        return decode_strips(read(), cfg, z, strips=min(strips, max(z.shape[3:])), chunk=1)
+        return decode_strips(read(), cfg, z, strips=min(strips, max(z.shape[3:])), chunk=2)
 
     return Vae(
         decode,

@@ -16,6 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 LIBRARY = torch.library.Library("latentree", "DEF")
 
@@ -93,7 +94,20 @@ def differentiable(
     Eager.__name__ = name
     torch.library.register_autograd(op, gradients, setup_context=save, lib=LIBRARY)
     torch.library.register_vmap(op, lambda info, dims, *args: fold(info.batch_size, dims, args), lib=LIBRARY)
-    return lambda *args: op(*args) if torch.compiler.is_compiling() else Eager.apply(*args)
+
+    def call(*args):
+        if not torch.compiler.is_compiling():
+            return Eager.apply(*args)
+        if forward_mode():  # a registered op would give a silent zero tangent
+            raise NotImplementedError(f"{name} has no forward-mode derivative inside a compiled function")
+        return op(*args)
+
+    return call
+
+
+def forward_mode() -> bool:
+    """Whether forward-mode derivatives are being taken: PyTorch's level, since a mapped dual tensor looks like none."""
+    return forward_ad._current_level >= 0
 
 
 def fold_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
@@ -109,4 +123,4 @@ def fold_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 
 def unfold_batch(x: Tensor, size: int) -> Tensor:
     """`[size * B, ...] -> [size, B, ...]`, the inverse of `fold_batch` for outputs (their `out_dims` are 0)."""
-    return x.unflatten(0, (size, -1))
+    return x.unflatten(0, (size, x.shape[0] // size))

@@ -1,10 +1,13 @@
-"""Shared settings: deterministic hypothesis, few threads, no network."""
+"""Shared settings: deterministic hypothesis, few threads, no network, Triton's interpreter where there is no GPU."""
 
 import os
 
 import pytest
 import torch
 from hypothesis import HealthCheck, settings
+
+if not torch.cuda.is_available():  # before anything imports Triton, which reads it once
+    os.environ.setdefault("TRITON_INTERPRET", "1")
 
 COMMON = {"deadline": None, "suppress_health_check": list(HealthCheck), "derandomize": True}
 settings.register_profile("quick", max_examples=15, **COMMON)

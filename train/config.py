@@ -14,7 +14,9 @@ from core.geometry import nearest_valid
 from train.preprocess.metadata import PARSERS
 from train.preprocess.settings import Encoding
 
-Attention = Literal["auto", "reference", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math"]
+Attention = Literal[
+    "auto", "reference", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "triton", "fa3", "fa4"
+]
 Sampler = Literal["euler", "unipc"]
 Scalar = bool | int | float | str | None
 Override = Annotated[Scalar | tuple[Scalar, ...], Label("scalar or list")]

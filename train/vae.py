@@ -10,18 +10,17 @@ with `x_hat = decode(mean + exp(logvar / 2) * noise)`. Wan's own VAE adds a perc
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
-from core import keys, specs
+from core import keys
 from core.errors import raise_faults
 from core.trees import Params
 from nn import wan_vae
 from nn.wan_vae import WanVaeConfig
-from train import metrics, optim
+from train import optim
 from train.schedules import learning_rate
 
 # Deviations below this are those of a channel that says nothing; the config must not divide by zero.
@@ -123,11 +122,14 @@ def train_step(
     batch = windows(t, place, video)
     noise = keys.normal(draw, latent_shape(cfg, batch), device=video.device)
     losses = loss(params, cfg, batch, noise, kl_weight=t.kl_weight)
-    grads = dict(zip(params, torch.autograd.grad(losses.total, list(params.values())), strict=True))
+    losses.total.backward()
+    grads = {key: p.grad for key, p in params.items()}
     norm = optim.clip_(grads, t.max_grad_norm)
     lr = learning_rate(
         step, t.learning_rate, scheduler="cosine", total_steps=t.steps, warmup_steps=min(t.warmup_steps, t.steps)
     )
     optim.adamw_update(t.optimizer, grads, state, params, lr)
+    for p in params.values():
+        p.grad = None
     total, error, kl = (x.detach() for x in losses)
     return {"loss": total, "error": error, "kl": kl, "grad_norm": norm, "lr": lr}

@@ -7,18 +7,23 @@ from typing import Literal, get_args
 import torch
 from torch import Tensor
 
-from core.errors import UserError, raise_faults
+from core.errors import UserError, nearest_names, raise_faults
+from kernels.attention import external
+from kernels.attention.flash import flash_attention, layout_fault, tangent_fault, triton_fault
 from kernels.attention.reference import attention_reference
 from kernels.attention.sdpa import FAST, ONE, sdpa
+from kernels.attention.table import preferred
 from kernels.dispatch import Backend, choose, explain
+from kernels.op import forward_mode
 
 Site = Literal["self", "cross_text", "cross_image", "audio_self", "audio_text", "a2v", "v2a"]
 SITES = get_args(Site)
+HALF = (torch.float16, torch.bfloat16)
 
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRequest:
-    """What a backend needs to know to say whether it can serve."""
+    """What a backend needs to know to say whether it can serve, and the table to say which is the fastest."""
 
     device: str
     dtype: torch.dtype
@@ -27,10 +32,22 @@ class AttentionRequest:
     biased: bool
     causal: bool
     return_lse: bool
+    index: int | None = None
+    capability: tuple[int, int] | None = None
+    queries: int = 1
+    keys: int = 1
+    gradients: bool = False
+    tangents: bool = False
+    positive_scale: bool = True
+    layout_fault: str | None = None
 
 
-def _sdpa_refusal(request: AttentionRequest) -> str | None:
-    return "scaled_dot_product_attention returns no log-sum-exp" if request.return_lse else None
+def _sdpa_refusal(request: AttentionRequest, *, forward_mode: bool = False) -> str | None:
+    if request.return_lse:
+        return "scaled_dot_product_attention returns no log-sum-exp"
+    if request.tangents and not forward_mode:
+        return "forward-mode derivatives are being taken (jvp), and it has none"
+    return None
 
 
 def _gpu_refusal(request: AttentionRequest, *, masks: bool = True, half_only: bool = True) -> str | None:
@@ -38,7 +55,7 @@ def _gpu_refusal(request: AttentionRequest, *, masks: bool = True, half_only: bo
         return reason
     if request.device != "cuda":
         return f"it needs a CUDA device, the tensors are on {request.device}"
-    if half_only and request.dtype not in (torch.float16, torch.bfloat16):
+    if half_only and request.dtype not in HALF:
         return f"it needs float16 or bfloat16, got {request.dtype}"
     if not masks and (request.masked or request.biased):
         return "it takes neither key masks nor a bias"
@@ -57,10 +74,43 @@ def _cudnn_refusal(request: AttentionRequest) -> str | None:
     return _gpu_refusal(request)
 
 
+def _triton_refusal(request: AttentionRequest) -> str | None:
+    if request.biased:
+        return "it takes no additive bias; sdpa and reference do, with gradients"
+    if not request.positive_scale:
+        return "it needs a scale above 0"
+    return triton_fault(request.device) or tangent_fault() or request.layout_fault
+
+
+def _package_refusal(
+    request: AttentionRequest, *, module: str, package: str, majors: tuple[int, ...], largest: int
+) -> str | None:
+    if not external.installed(module):
+        return f"the package {package} (module {module}) is not installed"
+    if request.return_lse:
+        return "its log-sum-exp has no gradient; triton and reference return one that has"
+    if (reason := _gpu_refusal(request, masks=False)) is not None:
+        return reason
+    if request.capability is None or request.capability[0] not in majors:
+        return f"it needs a GPU of compute capability {' or '.join(f'{m}.x' for m in majors)}, got {request.capability}"
+    if request.head_dim > largest or request.head_dim % 8:
+        return f"head size {request.head_dim} is not a multiple of 8 up to {largest}"
+    return None
+
+
 def _run_sdpa(q, k, v, **options) -> Tensor:
     # On CUDA cuDNN leads the order, flash, efficient and math follow: the order of speed seen on a Hopper GPU
     # (benchmarks/train_step.py --attention NAME compares them within a step).
     return sdpa(q, k, v, **options, backends=FAST if q.is_cuda and q.dtype.itemsize == 2 else None)
+
+
+def _unmasked(run):
+    """`run` without the options that its refusal has excluded."""
+    return lambda q, k, v, *, key_mask, lens, bias, **options: run(q, k, v, **options)
+
+
+def _run_triton(q, k, v, *, bias, **options):
+    return flash_attention(q, k, v, **options)
 
 
 BACKENDS = (
@@ -72,9 +122,27 @@ BACKENDS = (
         functools.partial(sdpa, backends=[ONE["sdpa_efficient"]]),
         functools.partial(_gpu_refusal, half_only=False),
     ),
-    Backend("sdpa_math", functools.partial(sdpa, backends=[ONE["sdpa_math"]]), _sdpa_refusal),
+    Backend(
+        "sdpa_math",
+        functools.partial(sdpa, backends=[ONE["sdpa_math"]]),
+        functools.partial(_sdpa_refusal, forward_mode=True),
+    ),
+    Backend("triton", _run_triton, _triton_refusal),
+    Backend(
+        "fa3",
+        _unmasked(external.fa3),
+        functools.partial(_package_refusal, module=external.FA3, package="flash-attn-3", majors=(9,), largest=256),
+    ),
+    Backend(
+        "fa4",
+        _unmasked(external.fa4),
+        functools.partial(
+            _package_refusal, module=external.FA4, package="flash-attn-4", majors=(9, 10, 11, 12), largest=128
+        ),
+    ),
     Backend("reference", attention_reference, lambda request: None),
 )
+BY_NAME = {b.name: b for b in BACKENDS}
 
 
 def _check(q: Tensor, k: Tensor, v: Tensor, site: str, key_mask, lens) -> None:
@@ -97,15 +165,85 @@ def _check(q: Tensor, k: Tensor, v: Tensor, site: str, key_mask, lens) -> None:
     raise_faults("attention: the arguments do not fit", faults)
 
 
-def request_of(q, *, key_mask=None, lens=None, bias=None, causal=False, return_lse=False) -> AttentionRequest:
-    """The request that a call with these arguments makes."""
-    masked = key_mask is not None or lens is not None
-    return AttentionRequest(q.device.type, q.dtype, q.shape[-1], masked, bias is not None, causal, return_lse)
+@torch.compiler.assume_constant_result
+def _capability(index: int | None) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(index)
 
 
-def explain_attention(q: Tensor, **options) -> dict[str, str]:
-    """`{backend: "usable" or why not}` for a call with query `q` and the options of `attention`."""
-    return explain(BACKENDS, request_of(q, **options))
+def request_of(
+    q, k=None, v=None, *, key_mask=None, lens=None, bias=None, causal=False, scale=None, return_lse=False
+) -> AttentionRequest:
+    """The request that a call with these arguments makes; k and v default to q."""
+    k = q if k is None else k
+    v = k if v is None else v
+    return AttentionRequest(
+        device=q.device.type,
+        dtype=q.dtype,
+        head_dim=q.shape[-1],
+        masked=key_mask is not None or lens is not None,
+        biased=bias is not None,
+        causal=causal,
+        return_lse=return_lse,
+        index=q.device.index,
+        capability=_capability(q.device.index) if q.device.type == "cuda" else None,
+        queries=q.shape[1],
+        keys=k.shape[1],
+        gradients=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
+        tangents=forward_mode(),
+        positive_scale=scale is None or scale > 0,
+        layout_fault=layout_fault(q, k, v),
+    )
+
+
+def order(request: AttentionRequest) -> tuple[str, ...]:
+    """The names that `auto` tries for a request, first the fastest that was measured."""
+    kind = "self" if request.queries == request.keys else "cross"
+    passes = "backward" if request.gradients else "forward"
+    return preferred(request.capability, kind, passes, request.head_dim, request.queries)
+
+
+def _choice(name: str, request: AttentionRequest) -> Backend:
+    candidates = [BY_NAME[n] for n in order(request)] if name == "auto" else BACKENDS
+    return choose("attention", candidates, name, request)
+
+
+# What is compiled must not depend on a cache of this process, so only eager calls ask it.
+_eager_choice = functools.lru_cache(maxsize=1024)(_choice)
+
+
+def backend_name(name: str) -> str:
+    """A backend's name as the user wrote it, stripped and in lower case.
+
+    Raises:
+        UserError: no such backend; lists those there are.
+    """
+    known = ("auto", *BY_NAME)
+    found = name.strip().lower() if isinstance(name, str) else ""
+    if found not in known:
+        near = nearest_names(found, known)
+        raise UserError(f"attention: unknown backend {name!r}{near}; allowed: {', '.join(known)}")
+    return found
+
+
+def explain_attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, **options) -> dict[str, str]:
+    """`{backend: "usable" or why not}` for a call with these tensors (k and v: as q) and the options of `attention`."""
+    return explain(BACKENDS, request_of(q, k, v, **options))
+
+
+def print_choice(
+    q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, backend: str = "auto", **options
+) -> None:
+    """Prints which backend such a call would take and why each other one is not used or cannot be."""
+    request = request_of(q, k, v, **options)
+    name = backend_name(backend)
+    tried = order(request)
+    found = next((n for n in tried if BY_NAME[n].refusal(request) is None), None) if name == "auto" else name
+    place = request.device if request.capability is None else f"sm_{request.capability[0]}{request.capability[1]}"
+    print(f"attention, {request.dtype}, {request.queries} x {request.keys}, head size {request.head_dim}, on {place}:")
+    for other, reason in explain(BACKENDS, request).items():
+        mark = "->" if other == found else "  "
+        place = f" (auto: number {tried.index(other) + 1})" if other in tried else ""
+        print(f"{mark} {other}: {reason}{place}")
 
 
 def attention(
@@ -126,7 +264,7 @@ def attention(
 
     Args:
         site: where in a model the call stands; wrappers choose by it.
-        backend: `"auto"` or a name in `BACKENDS`.
+        backend: `"auto"` (the first usable one of the device's table) or a name in `BACKENDS`.
 
     Returns:
         `[B, Lq, H, D]`, with `return_lse` also log-sum-exp `[B, H, Lq]`.
@@ -135,11 +273,13 @@ def attention(
         UserError: shapes that do not fit; an unknown or unusable backend, with the reason.
     """
     _check(q, k, v, site, key_mask, lens)
-    flags = {"key_mask": key_mask, "lens": lens, "bias": bias, "causal": causal}
-    chosen = choose("attention", BACKENDS, backend, request_of(q, **flags, return_lse=return_lse))
+    flags = {"key_mask": key_mask, "lens": lens, "bias": bias, "causal": causal, "scale": scale}
+    request = request_of(q, k, v, **flags, return_lse=return_lse)
+    pick = _choice if torch.compiler.is_compiling() else _eager_choice
+    chosen = pick(backend_name(backend), request)
     if return_lse:
         flags["return_lse"] = True
-    return chosen.run(q, k, v, scale=scale, **flags)
+    return chosen.run(q, k, v, **flags)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -149,9 +289,7 @@ class Attention:
     backend: str = "auto"
 
     def __post_init__(self):
-        names = ("auto", *(b.name for b in BACKENDS))
-        if self.backend not in names:
-            raise UserError(f"attention: unknown backend {self.backend!r}; allowed: {', '.join(names)}")
+        object.__setattr__(self, "backend", backend_name(self.backend))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options):
         return attention(q, k, v, backend=self.backend, **options)

@@ -425,3 +425,21 @@ def test_large_leaves_are_read_in_slices(tmp_path, monkeypatch):
     os.truncate(tmp_path / "a.safetensors", 5000)
     with pytest.raises(UserError, match="a.safetensors: cut short after it was opened: big"):
         tree["big"].read()
+
+
+def test_reading_to_another_device_loads_each_leaf_once_and_in_order():
+    """The meta device stands for one that copies; an error of a leaf is raised as it is."""
+    seen = []
+    leaf = lambda n: LazyLeaf((n,), torch.float32, lambda memo: seen.append(n) or torch.ones(n))  # noqa: E731
+    tree = LazyTree({str(n): leaf(n) for n in (3, 1, 2)}, {})
+    got = tree.read(device="meta")
+    assert seen == [3, 1, 2] and {k: (x.shape[0], x.device.type) for k, x in got.items()} == {
+        str(n): (n, "meta") for n in (3, 1, 2)
+    }
+
+    def broken(memo):
+        raise UserError("cut short")
+
+    tree = LazyTree({"a": leaf(1), "b": LazyLeaf((1,), torch.float32, broken)}, {})
+    with pytest.raises(UserError, match="cut short"):
+        tree.read(device="meta")

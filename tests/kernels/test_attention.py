@@ -1,14 +1,21 @@
 """Attention backends against dense float64 maths, under transforms, and their refusals."""
 
+import interpret  # isort: skip  # noqa: F401  (before Triton is imported)
+
+import dataclasses
+import sys
+import types
+
 import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from torch.func import grad, vmap
+from torch.func import grad, jvp, vmap
 
 from core.errors import UserError
 from kernels import Attention, attention, attention_reference, explain_attention
-from kernels.attention import BACKENDS
+from kernels.attention import BACKENDS, AttentionRequest, dispatch, print_choice
+from kernels.attention.table import TABLE, Row, preferred
 
 CPU_BACKENDS = ["auto", "sdpa", "sdpa_math", "reference"]
 
@@ -107,3 +114,145 @@ def test_bad_shapes_are_listed_together():
         attention(q, q, q, site="self", key_mask=torch.ones(1, 3, dtype=torch.bool))
     with pytest.raises(UserError, match="share a dtype"):
         attention(q, q.double(), q, site="self")
+
+
+def test_names_are_stripped_and_in_any_case():
+    q = torch.randn(1, 2, 1, 8)
+    assert torch.equal(attention(q, q, q, site="self", backend=" Reference\n"), attention_reference(q, q, q))
+    assert Attention(" SDPA_math ").backend == "sdpa_math"
+    for wrong in ("", "sdpa cudnn", None, 3):
+        with pytest.raises(UserError, match="unknown backend .*; allowed: auto, sdpa, .*, triton, fa3, fa4, reference"):
+            attention(q, q, q, site="self", backend=wrong)
+
+
+def request(**changes):
+    base = AttentionRequest("cuda", torch.bfloat16, 128, False, False, False, False, 0, (9, 0), 4290, 4290)
+    return dataclasses.replace(base, **changes)
+
+
+@pytest.mark.parametrize(
+    "changes, name",
+    [
+        ({}, "sdpa"),
+        ({"return_lse": True}, "triton"),
+        ({"tangents": True}, "triton"),
+        ({"tangents": True, "biased": True}, "reference"),
+        ({"capability": (10, 0), "keys": 512}, "sdpa"),  # fa4 leads there, but is not installed
+        ({"capability": (12, 0)}, "sdpa"),
+        ({"device": "cpu", "capability": None}, "sdpa"),
+        ({"device": "cpu", "capability": None, "return_lse": True}, "reference"),
+        ({"device": "cpu", "capability": None, "tangents": True}, "reference"),
+    ],
+)
+def test_what_auto_takes(changes, name):
+    """The capability is part of the request, so the routing of GPUs that are not here is a pure function."""
+    assert dispatch._choice("auto", request(**changes)).name == name
+
+
+def test_the_table_answers_by_device_kind_pass_and_size():
+    rows = (
+        Row((9, 0), ("triton",), kind="cross", passes="backward", head_dim=(64, 128), length=(1000, 40000)),
+        Row((9, 0), ("sdpa_cudnn", "sdpa")),
+    )
+    first = lambda *a: preferred(*a, table=rows)[0]  # noqa: E731
+    assert first((9, 0), "cross", "backward", 64, 1000) == first((9, 0), "cross", "backward", 128, 40000) == "triton"
+    others = [("self", "backward", 64, 1000), ("cross", "forward", 64, 1000), ("cross", "backward", 63, 1000),
+              ("cross", "backward", 64, 999)]  # fmt: skip
+    assert all(first((9, 0), *call) == "sdpa_cudnn" for call in others)
+    assert preferred((8, 0), "self", "forward", 64, 9, rows) == ("sdpa", "triton", "reference")
+    assert preferred((9, 0), "self", "forward", 64, 9, rows) == ("sdpa_cudnn", "sdpa", "triton", "reference")
+    known = {b.name for b in BACKENDS}
+    for row in TABLE:
+        assert set(row.names) <= known
+
+
+def test_why_each_backend_was_or_was_not_usable(capsys):
+    q, k = torch.randn(1, 2, 1, 16), torch.randn(1, 5, 1, 16)
+    bias = torch.zeros(1, 1, 2, 5)
+    assert "no additive bias; sdpa and reference do" in explain_attention(q, k, k, bias=bias)["triton"]
+    print_choice(q, k, k, bias=bias)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0] == "attention, torch.float32, 2 x 5, head size 16, on cpu:"
+    assert lines[1].startswith("-> sdpa: usable")
+    assert [line[3:].split(":")[0] for line in lines[1:]] == [b.name for b in BACKENDS]
+    assert "needs a CUDA device" in lines[2]
+    print_choice(q, backend="Reference")
+    assert "-> reference: usable" in capsys.readouterr().out
+
+
+def test_a_cached_choice_depends_on_every_part_of_the_request():
+    """Equal calls ask no backend again; another dtype, shape, mask, device or name does."""
+    q = torch.randn(1, 2, 1, 16)
+    attention(q, q, q, site="self")
+    hits = dispatch._eager_choice.cache_info().hits
+    attention(q, q, q, site="self")
+    assert dispatch._eager_choice.cache_info().hits == hits + 1
+    changes = [{"dtype": torch.float16}, {"queries": 3}, {"masked": True}, {"index": 1}, {"return_lse": True}]
+    assert len({request(), *(request(**c) for c in changes)}) == 1 + len(changes)
+
+
+def test_compiled_code_leaves_the_cache_alone():
+    q = torch.randn(1, 7, 1, 16)
+    before = dispatch._eager_choice.cache_info()
+    torch.compile(lambda q: attention(q, q, q, site="self"), fullgraph=True, backend="eager")(q)
+    assert dispatch._eager_choice.cache_info() == before
+
+
+@pytest.mark.parametrize("name, module", [("fa3", "flash_attn_interface"), ("fa4", "flash_attn.cute")])
+def test_flash_attention_packages_when_they_are_there(name, module, monkeypatch):
+    """Refused by name when missing; when there, their public function gets our arguments."""
+    q, k = torch.randn(2, 3, 2, 16), torch.randn(2, 5, 2, 16)
+    assert "is not installed" in explain_attention(q)[name]
+    stub = types.ModuleType(module)
+
+    def flash_attn_func(q, k, v, softmax_scale=None, causal=False):
+        return attention_reference(q, k, v, scale=softmax_scale, causal=causal), None
+
+    stub.flash_attn_func = flash_attn_func
+    if "." in module:
+        monkeypatch.setitem(sys.modules, "flash_attn", types.ModuleType("flash_attn"))
+        sys.modules["flash_attn"].cute = stub
+    monkeypatch.setitem(sys.modules, module, stub)
+    assert "needs a CUDA device" in explain_attention(q)[name]
+    refusal = dispatch.BY_NAME[name].refusal
+    assert refusal(request()) is None
+    assert "takes neither key masks nor a bias" in refusal(request(masked=True))
+    assert "log-sum-exp has no gradient" in refusal(request(return_lse=True))
+    assert "compute capability" in refusal(request(capability=(8, 0)))
+    assert "head size 264" in refusal(request(head_dim=264))
+    if name == "fa4":
+        assert dispatch._choice("auto", request(capability=(10, 0), keys=512)).name == "fa4"
+    got = dispatch.BY_NAME[name].run(q, k, k, key_mask=None, lens=None, bias=None, causal=True, scale=0.3)
+    assert torch.equal(got, attention_reference(q, k, k, causal=True, scale=0.3))
+
+
+@pytest.mark.parametrize("masked", [False, True])
+def test_forward_mode_of_the_reference_under_every_transform(masked):
+    """jvp alone, mapped, of a gradient, under a gradient and compiled, against finite differences in float64."""
+    g = torch.Generator().manual_seed(0)
+    q, k, v, t = (torch.randn(3, 1, 5, 2, 4, generator=g, dtype=torch.float64) for _ in range(4))
+    options = {"lens": torch.tensor([3]), "causal": True} if masked else {}
+    f = lambda q, k, v: attention(q, k, v, site="self", **options)  # noqa: E731
+    along = lambda q: f(q, q + k[0], q * v[0])  # noqa: E731
+    step = 1e-6  # the error of a central difference is step**2 plus 1e-16 / step
+    expected = (along(q[0] + step * t[0]) - along(q[0] - step * t[0])) / (2 * step)
+    close = lambda a, b: torch.testing.assert_close(a, b, atol=1e-7, rtol=1e-6)  # noqa: E731
+    tangent = lambda q, t: jvp(along, (q,), (t,))[1]  # noqa: E731
+    close(tangent(q[0], t[0]), expected)
+    close(vmap(tangent)(q, t)[0], expected)
+    close(jvp(vmap(along), (q,), (t,))[1][0], expected)
+    close(torch.compile(tangent, fullgraph=True, backend="eager")(q[0], t[0]), expected)
+    slope = grad(lambda q: along(q).square().sum())
+    expected = (slope(q[0] + step * t[0]) - slope(q[0] - step * t[0])) / (2 * step)
+    close(jvp(slope, (q[0],), (t[0],))[1], expected)
+    # The Hessian of sum(along^2) times t, the other way round.
+    close(grad(lambda q: (tangent(q, t[0]) * 2 * along(q)).sum())(q[0]), expected)
+    with pytest.raises(UserError, match="'sdpa' cannot serve this call: forward-mode"):
+        jvp(lambda q: attention(q, q, q, site="self", backend="sdpa"), (q[0],), (t[0],))
+
+
+def test_triton_refuses_what_would_be_a_silent_zero_tangent():
+    q = torch.randn(1, 18, 1, 16, device=interpret.DEVICE)
+    f = lambda q: jvp(lambda q: attention(q, q, q, site="self", backend="triton"), (q,), (q,))[1]  # noqa: E731
+    with pytest.raises(Exception, match="Observed exception|no forward-mode derivative"):
+        torch.compile(f, fullgraph=True, backend="eager")(q)

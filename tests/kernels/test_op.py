@@ -87,6 +87,11 @@ def test_a_transform_that_the_compiler_cannot_trace_is_an_error_not_a_zero():
         torch.compile(grad(total(cube)), fullgraph=True, backend="aot_eager")(X)
 
 
+def test_a_tangent_inside_the_compiler_is_an_error_not_a_zero():
+    with pytest.raises(Exception, match="no forward-mode derivative inside a compiled function"):
+        torch.compile(lambda x: jvp(lambda y: cube(y, 2.0), (x,), (x,)), fullgraph=True, backend="aot_eager")(X)
+
+
 def test_checkpoint_recomputes_it():
     x = X.clone().requires_grad_()
     checkpoint(total(cube), x, use_reentrant=False).backward()

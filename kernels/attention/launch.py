@@ -1,0 +1,289 @@
+"""Launches the Triton attention kernels: grids, tile sizes, descriptors. Imports Triton, so only the ops import it."""
+
+import dataclasses
+
+import torch
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.attention import triton_backward, triton_forward, triton_tangent
+from kernels.attention.tiles import Capability, Tiles, TileSet, padded, splits, tiles_for
+
+LOG2_E = 1.4426950408889634
+INTERPRETER_UNITS = 4
+
+
+def capability_of(x: Tensor) -> Capability | None:
+    """Compute capability of the GPU that holds `x`; None on a CPU, where Triton interprets."""
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+
+
+def choose_tiles(q: Tensor) -> TileSet:
+    """The tiles for query `q [..., D]` on its device."""
+    return tiles_for(q.shape[-1], q.dtype, capability_of(q))
+
+
+def describable(x: Tensor) -> bool:
+    """Whether the copy engine can address `x [B, L, H, D]`: 16-byte strides and base, no axis expanded."""
+    wide = lambda n, s: n == 1 or (s > 0 and s * x.element_size() % 16 == 0)  # noqa: E731
+    return (
+        x.data_ptr() % 16 == 0
+        and x.shape[3] * x.element_size() >= 16
+        and x.stride(3) == 1
+        and all(wide(n, s) for n, s in zip(x.shape[:3], x.stride()[:3]))
+    )
+
+
+def _copies_by_engine(x: Tensor) -> bool:
+    """Descriptors pay where products read shared memory (16-bit on Hopper); elsewhere they made registers spill."""
+    capability = capability_of(x)
+    return capability is None or (capability[0] == 9 and x.element_size() == 2)
+
+
+def _descriptors(tensors: list[Tensor], rows: list[int], width: int) -> tuple[bool, list]:
+    """Every tensor as a descriptor of `[1, 1, rows, width]` blocks over `[B, H, L, D]`, or all as they are."""
+    if not _copies_by_engine(tensors[0]) or not all(describable(x) for x in tensors):
+        return False, tensors
+    found = []
+    for x, n in zip(tensors, rows, strict=True):
+        y = x.transpose(1, 2)
+        # The stride of an axis of length 1 is arbitrary in PyTorch, and still has to be a multiple of 16 bytes.
+        strides = [s if size > 1 else 16 * width for size, s in zip(y.shape[:3], y.stride()[:3])]
+        found.append(TensorDescriptor(x, list(y.shape), [*strides, 1], [1, 1, n, width]))
+    return True, found
+
+
+def _strides(*tensors: Tensor) -> list[int]:
+    """`[B, L, H, D]` strides in the order batch, head, row."""
+    return [x.stride(i) for x in tensors for i in (0, 2, 1)]
+
+
+def _bytes(key_mask: Tensor | None) -> Tensor | None:
+    return None if key_mask is None else key_mask.contiguous().view(torch.uint8)
+
+
+def _flags(q, index, causal, tma, precision) -> dict:
+    key_mask, starts_q, _, _, lens_k = index
+    if q.dtype == torch.bfloat16 and capability_of(q) is None:
+        precision = "upcast"
+    return {
+        "D": q.shape[3], "BD": padded(q.shape[3]), "CAUSAL": causal, "MASKED": key_mask is not None,
+        "RAGGED": starts_q is None and lens_k is not None, "PACKED": starts_q is not None, "TMA": tma,
+        "PRECISION": precision,
+    }  # fmt: skip
+
+
+def _sequences(q: Tensor, index) -> int:
+    return q.shape[0] if index[1] is None else index[1].shape[0]
+
+
+def _run(kernel, programs: int, tiles: Tiles, device, args: list, flags: dict) -> None:
+    if programs:
+        with torch.cuda.device(device if device.type == "cuda" else -1):
+            kernel[(programs,)](*args, **flags, num_warps=tiles.warps, num_stages=tiles.stages)
+
+
+def _up(n: int, size: int) -> int:
+    return -(-n // size)
+
+
+def new_output(like: Tensor, packed: bool) -> Tensor:
+    """An output in the layout of `like`; rows of no packed sequence stay zero."""
+    return torch.zeros_like(like) if packed else torch.empty_like(like)
+
+
+def new_lse(q: Tensor, packed: bool) -> Tensor:
+    """An empty log-sum-exp `[B, H, L]`, float32; rows of no packed sequence stay -inf."""
+    shape = (q.shape[0], q.shape[2], q.shape[1])
+    if packed:
+        return torch.full(shape, -torch.inf, dtype=torch.float32, device=q.device)
+    return torch.empty(shape, dtype=torch.float32, device=q.device)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, index, max_q: int, max_k: int, causal: bool, scale: float, precision: str,
+    tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Output and log-sum-exp `[B, H, Lq]` of `q [B, Lq, H, D]` over `k, v [B, Lk, Hkv, D]`.
+
+    Args:
+        index: `(key_mask, starts_q, lens_q, starts_k, lens_k)`; with starts the rows are packed sequences, B = 1.
+        max_q, max_k: the longest sequence (without starts Lq and Lk).
+        tiles: default: the table's.
+    """
+    tiles = choose_tiles(q).forward if tiles is None else tiles
+    heads, group, n = q.shape[2], q.shape[2] // k.shape[2], _up(max_q, tiles.queries)
+    out, lse = new_output(q, index[1] is not None), new_lse(q, index[1] is not None)
+    tma, operands = _descriptors([q, k, v], [tiles.queries, tiles.keys, tiles.keys], padded(q.shape[3]))
+    mask = _bytes(index[0])
+    args = [
+        *operands, out, lse, mask, *index[1:], *_strides(q, k, v, out), lse.stride(0), lse.stride(1), k.shape[1],
+        heads, group, max_q, max_k, n, scale * LOG2_E,
+    ]  # fmt: skip
+    flags = _flags(q, index, causal, tma, precision) | {"BM": tiles.queries, "BN": tiles.keys}
+    _run(triton_forward.forward, _sequences(q, index) * heads * n, tiles, q.device, args, flags)
+    return out, lse
+
+
+def tangent(
+    q: Tensor, k: Tensor, v: Tensor, tq: Tensor, tk: Tensor | None, tv: Tensor | None, index, max_q: int, max_k: int,
+    causal: bool, scale: float, precision: str, tiles: Tiles | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
+    """`(out, tangent of out, lse, tangent of lse)`; `tk` and `tv` None: keys and values are constant."""
+    tiles = choose_tiles(q).tangent if tiles is None else tiles
+    heads, group, n = q.shape[2], q.shape[2] // k.shape[2], _up(max_q, tiles.queries)
+    packed, moving = index[1] is not None, tk is not None or tv is not None
+    if moving:
+        tk, tv = (torch.zeros_like(x) if t is None else t for x, t in ((k, tk), (v, tv)))
+    else:
+        tk, tv = k, v
+    out, tout, lse, tlse = new_output(q, packed), new_output(q, packed), new_lse(q, packed), new_lse(q, packed)
+    if packed:
+        tlse.zero_()
+    everything = [q, k, v, _rows(tq), _rows(tk), _rows(tv)]
+    rows = [tiles.queries, tiles.keys, tiles.keys] * 2
+    tma, operands = _descriptors(everything, rows, padded(q.shape[3]))
+    mask = _bytes(index[0])
+    args = [
+        *operands, out, tout, lse, tlse, mask, *index[1:], *_strides(*everything, out, tout), lse.stride(0),
+        lse.stride(1), k.shape[1], heads, group, max_q, max_k, n, scale * LOG2_E,
+    ]  # fmt: skip
+    flags = _flags(q, index, causal, tma, precision) | {"BM": tiles.queries, "BN": tiles.keys, "KEYS": moving}
+    _run(triton_tangent.tangent, _sequences(q, index) * heads * n, tiles, q.device, args, flags)
+    return out, tout, lse, tlse
+
+
+def _rows(x: Tensor) -> Tensor:
+    """`x` itself where the kernels can read it, else a copy: gradients and tangents arrive in any layout."""
+    return x if x.stride(-1) == 1 and describable(x) else x.contiguous()
+
+
+@dataclasses.dataclass(frozen=True)
+class _Call:
+    """What the kernels of one backward pass share."""
+
+    q: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    index: tuple[Tensor | None, ...]
+    max_q: int
+    max_k: int
+    causal: bool
+    scale: float
+    precision: str
+
+    @property
+    def packed(self) -> bool:
+        return self.index[1] is not None
+
+    @property
+    def sequences(self) -> int:
+        return _sequences(self.q, self.index)
+
+
+def _largest(c: _Call) -> tuple[Tensor, Tensor]:
+    """The largest |element| of k and the largest row norm of v, `[sequences, kv heads]` (packed: of all sequences)."""
+    k = torch.linalg.vector_norm(c.k, torch.inf, dim=(1, 3), dtype=torch.float32)
+    v = torch.linalg.vector_norm(c.v, dim=3, dtype=torch.float32).amax(1)
+    return tuple(x.expand(c.sequences, -1).contiguous() for x in (k, v))
+
+
+def _prepare(c: _Call, out, lse, dlse, length: int, fused: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+    heads, rows = c.q.shape[2], 32 if capability_of(c.q) is None else 64
+    base, delta, unit = (
+        torch.empty(c.sequences, heads, length, dtype=torch.float32, device=c.q.device) if wanted else None
+        for wanted in (True, True, fused)
+    )
+    largest = _largest(c) if fused else (None, None)
+    args = [
+        out, c.g, lse, dlse, base, delta, unit, *largest, *c.index[1:3], *_strides(out, c.g), lse.stride(0),
+        lse.stride(1), *([0, 0, 0] if dlse is None else dlse.stride()), heads, heads // c.k.shape[2], c.max_q,
+        length // rows,
+    ]  # fmt: skip
+    flags = {
+        "D": c.q.shape[3], "BM": rows, "BD": padded(c.q.shape[3]), "PACKED": c.packed, "HAS_DLSE": dlse is not None,
+        "FUSED": fused,
+    }  # fmt: skip
+    _run(triton_backward.prepare, base.numel() // rows, Tiles(rows, 0, 4, 1), c.q.device, args, flags)
+    return base, delta, unit
+
+
+def _finish(c: _Call, sums: Tensor, unit: Tensor) -> Tensor:
+    dq, heads, length = new_output(c.q, c.packed), c.q.shape[2], unit.shape[2]
+    rows = 32 if capability_of(c.q) is None else 64
+    args = [
+        sums, unit, dq, *c.index[1:3], *_strides(dq), heads, c.max_q, length // rows, length, c.scale * LOG2_E,
+    ]  # fmt: skip
+    flags = {"D": c.q.shape[3], "BM": rows, "BD": padded(c.q.shape[3]), "PACKED": c.packed}
+    _run(triton_backward.finish, unit.numel() // rows, Tiles(rows, 0, 4, 1), c.q.device, args, flags)
+    return dq
+
+
+def _units(q: Tensor) -> int:
+    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else INTERPRETER_UNITS
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, index, max_q: int,
+    max_k: int, causal: bool, scale: float, precision: str, tiles: TileSet | None = None,
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of q, k and v. Bitwise repeatable: what several programs add to are integers, or partial sums that
+    are added in order."""
+    tiles = choose_tiles(q) if tiles is None else tiles
+    c = _Call(q, k, v, _rows(dout), index, max_q, max_k, causal, scale, precision)
+    length = _up(max_q, 128) * 128
+    fused = tiles.fused is not None and max_k >= tiles.fused_from
+    base, delta, unit = _prepare(c, out, lse, dlse, length, fused)
+    if not fused:
+        dk, dv = _backward_keys(c, base, delta, None, None, tiles.dkv)
+        return _backward_queries(c, base, delta, tiles.dq), dk, dv
+    sums = torch.zeros(c.sequences * q.shape[2] * length, q.shape[3], dtype=torch.int32, device=q.device)
+    dk, dv = _backward_keys(c, base, delta, unit, sums, tiles.fused)
+    return _finish(c, sums, unit), dk, dv
+
+
+def _backward_keys(c: _Call, base, delta, unit, sums, tiles: Tiles) -> tuple[Tensor, Tensor]:
+    q, k, v, g = c.q, c.k, c.v, c.g
+    kv_heads, group, n = k.shape[2], q.shape[2] // k.shape[2], _up(c.max_k, tiles.keys)
+    programs = c.sequences * kv_heads * n
+    parts = splits(programs, _up(c.max_q, tiles.queries), _units(q))
+    dk, dv = new_output(k, c.packed), new_output(v, c.packed)
+    to = dk, dv
+    if parts > 1:
+        new = torch.zeros if c.packed else torch.empty
+        to = [new(parts, *x.shape, dtype=torch.float32, device=x.device) for x in to]
+    rows = [tiles.queries, tiles.keys, tiles.keys, tiles.queries]
+    tma, (q_, k_, v_, g_) = _descriptors([q, k, v, g], rows, padded(q.shape[3]))
+    bulk = tma and capability_of(q) is not None
+    if sums is not None and bulk:
+        sums = TensorDescriptor(sums, list(sums.shape), [q.shape[3], 1], [tiles.queries, padded(q.shape[3])])
+    one = to if parts == 1 else [x[0] for x in to]
+    args = [
+        q_, k_, v_, g_, *to, base, delta, unit, sums, _bytes(c.index[0]), *c.index[1:], *_strides(q, k, v, g, *one),
+        k.shape[1], *[0 if parts == 1 else x.stride(0) for x in to], kv_heads, group, c.max_q, c.max_k, n, parts,
+        base.shape[2], c.scale * LOG2_E,
+    ]  # fmt: skip
+    flags = _flags(q, c.index, c.causal, tma, c.precision) | {
+        "BM": tiles.queries, "BN": tiles.keys, "FUSED": sums is not None, "BULK": bulk,
+    }  # fmt: skip
+    _run(triton_backward.backward_keys, programs * parts, tiles, q.device, args, flags)
+    if parts > 1:
+        dk.copy_(to[0].sum(0))
+        dv.copy_(to[1].sum(0))
+    return dk, dv
+
+
+def _backward_queries(c: _Call, base, delta, tiles: Tiles) -> Tensor:
+    q, k, v, g = c.q, c.k, c.v, c.g
+    heads, group, n = q.shape[2], q.shape[2] // k.shape[2], _up(c.max_q, tiles.queries)
+    dq = new_output(q, c.packed)
+    rows = [tiles.queries, tiles.keys, tiles.keys, tiles.queries]
+    tma, (q_, k_, v_, g_) = _descriptors([q, k, v, g], rows, padded(q.shape[3]))
+    args = [
+        q_, k_, v_, g_, dq, base, delta, _bytes(c.index[0]), *c.index[1:], *_strides(q, k, v, g, dq), k.shape[1],
+        heads, group, c.max_q, c.max_k, n, base.shape[2], c.scale * LOG2_E,
+    ]  # fmt: skip
+    flags = _flags(q, c.index, c.causal, tma, c.precision) | {"BM": tiles.queries, "BN": tiles.keys}
+    _run(triton_backward.backward_queries, c.sequences * heads * n, tiles, q.device, args, flags)
+    return dq

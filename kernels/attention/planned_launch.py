@@ -1,0 +1,87 @@
+"""Launches the kernels of attention over a tile plan. Imports Triton, so only the ops import it."""
+
+from collections.abc import Sequence
+
+import torch
+import triton
+from torch import Tensor
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from kernels.attention.planned_triton import dkv_kernel, dq_kernel, forward_kernel
+from kernels.attention.tiles import padded
+
+LOG2_E = 1.4426950408889634
+# Heads that share the machine at a time. Programs of one head that run together read the same keys from the L2 cache,
+# so with many heads at once too few would meet; with few, no short tiles of other heads are left for the end.
+HEADS_AT_ONCE = 16
+
+
+def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
+    """Loads of `rows` rows of one head of `x [B, L, H, D]`, by the bulk copy engine where there is one.
+
+    Axes in the order B, H, L, D: the compiler keeps a tile in shared memory only if leading axes alone have length 1.
+    """
+    shape = [x.shape[i] for i in (0, 2, 1, 3)]
+    # The stride of an axis of length 1 means nothing, yet has to be a multiple of 16 bytes.
+    strides = [16 * x.shape[3] if n == 1 else x.stride(i) for n, i in zip(shape, (0, 2, 1), strict=False)]
+    return TensorDescriptor(x, shape, [*strides, 1], [1, 1, rows, padded(x.shape[3])])
+
+
+def _flags(q: Tensor, tile: Sequence[int]) -> dict:
+    """The compile-time arguments of all three kernels for stacked queries `q [T, B, L, H, D]`."""
+    precision = "ieee" if q.dtype == torch.float32 else "tf32"
+    if not q.is_cuda and q.dtype == torch.bfloat16:
+        precision = "upcast"
+    return {
+        "TURNS": q.shape[0], "HEAD": q.shape[4], "D": padded(q.shape[4]), "TILE_Q": tile[0], "TILE_K": tile[1],
+        "PRECISION": precision, "num_warps": tile[2], "num_stages": tile[3],
+    }  # fmt: skip
+
+
+def _device(x: Tensor):
+    return torch.cuda.device(x.device if x.is_cuda else -1)
+
+
+def forward(
+    q: Tensor, k: Tensor, v: Tensor, plan: Tensor, bounds: Tensor, class_rows: int, scale: float, tile: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """Output `[B, L, H, D]` and base-2 lse `[B, H, whole query tiles]`; arguments as `planned.planned_forward`."""
+    _, b, length, h, _ = q.shape
+    n_tiles, heads = triton.cdiv(length, tile[0]), b * h
+    out = torch.empty_like(q[0])
+    lse = torch.empty(b, h, n_tiles * tile[0], dtype=torch.float32, device=q.device)
+    with _device(q):
+        forward_kernel[(n_tiles * heads,)](
+            _descriptor(q.flatten(0, 1), tile[0]), _descriptor(k, tile[1]), _descriptor(v, tile[1]), out, lse, plan,
+            bounds, n_tiles, heads, min(heads, HEADS_AT_ONCE), h, h // k.shape[2], length, class_rows, bounds.shape[1],
+            scale * LOG2_E, *out.stride()[:3], **_flags(q, tile),
+        )  # fmt: skip
+    return out, lse
+
+
+def backward(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, dq_plan: Tensor,
+    dkv_plan: Tensor, bounds: Tensor, class_rows: int, scale: float, dq_tile: Sequence[int], dkv_tile: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """Gradients of the stacked queries, k and v. The first kernel leaves delta for the second."""
+    _, b, length, h, _ = q.shape
+    dq, dk, dv = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(k), torch.empty_like(k)
+    delta_len = triton.cdiv(length, dq_tile[0]) * dq_tile[0]
+    delta = torch.empty(b, h, delta_len, dtype=torch.float32, device=q.device)
+    rows, share, n_classes = q.flatten(0, 1), h // k.shape[2], bounds.shape[1]
+    with _device(q):
+        n_tiles, heads = triton.cdiv(length, dq_tile[0]), b * h
+        dq_kernel[(n_tiles * heads,)](
+            _descriptor(rows, dq_tile[0]), *(_descriptor(x, dq_tile[1]) for x in (k, v)),
+            *(_descriptor(x, dq_tile[0]) for x in (out, dout)), lse, dlse, delta, dq, dq_plan, bounds, n_tiles, heads,
+            min(heads, HEADS_AT_ONCE), h, share, length, class_rows, n_classes, lse.shape[2], scale, scale * LOG2_E,
+            *dq.stride()[1:4], **_flags(q, dq_tile),
+        )  # fmt: skip
+        n_tiles, heads = triton.cdiv(k.shape[1], dkv_tile[1]), b * k.shape[2]
+        dkv_kernel[(n_tiles * heads,)](
+            _descriptor(rows, dkv_tile[0]), *(_descriptor(x, dkv_tile[1]) for x in (k, v)),
+            _descriptor(dout, dkv_tile[0]), lse, delta, dk, dv, dkv_plan, bounds, n_tiles, heads,
+            min(heads, HEADS_AT_ONCE), k.shape[2], share, length, k.shape[1], class_rows, n_classes, lse.shape[2],
+            delta_len, scale, scale * LOG2_E, *dk.stride()[:3], **_flags(q, dkv_tile),
+        )  # fmt: skip
+    return dq, dk, dv
