@@ -10,7 +10,8 @@ from torch import Tensor
 
 from core import specs
 from core.specs import ParamSpec, Specs
-from kernels import dequantise, fake_quant_fp8
+from kernels import dequantise, fake_quant_fp8, norm_rope, qk_norm_rope
+from nn.rope import Rope, apply_rope
 from nn.run import TensorParallel
 
 
@@ -94,6 +95,25 @@ def rms_norm_across_heads(x: Tensor, weight: Tensor, eps: float, tp: TensorParal
     h = x.to(wide(x))
     h = h * torch.rsqrt(tp.mean_square(h) + eps)
     return (h * weight).to(x.dtype)
+
+
+def norm_heads(x: Tensor, weight: Tensor, head_dim: int, eps: float, tp: TensorParallel = TensorParallel()) -> Tensor:
+    """Queries or keys `[B, L, H*D]`, normalised over their full inner width, as heads `[B, L, H, D]`."""
+    if tp == TensorParallel():
+        return norm_rope(split_heads(x, head_dim), eps=eps, weight=weight)
+    return split_heads(rms_norm_across_heads(x, weight, eps, tp), head_dim)
+
+
+def norm_rope_heads(
+    q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Rope, head_dim: int, eps: float,
+    tp: TensorParallel = TensorParallel(),
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """`norm_heads` of queries and keys, turned by the angles of `rope`, in one pass where no rank needs another."""
+    if tp == TensorParallel():
+        q, k = split_heads(q, head_dim), split_heads(k, head_dim)
+        return qk_norm_rope(q, k, eps=eps, q_weight=q_weight, k_weight=k_weight, rope=rope)
+    q, k = (norm_heads(x, w, head_dim, eps, tp) for x, w in ((q, q_weight), (k, k_weight)))
+    return apply_rope(q, rope), apply_rope(k, rope)
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:

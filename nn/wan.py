@@ -151,26 +151,25 @@ def param_specs(cfg: WanConfig) -> Specs:
 def _self_attention(p, x: Tensor, *, cfg: WanConfig, run: Run, angles) -> Tensor:
     x = run.tp.copy(x)
     q, k, v = (linear(p, f"attn1.{part}", x) for part in ("to_q", "to_k", "to_v"))
-    q = layers.rms_norm_across_heads(q, p["attn1.norm_q.weight"], cfg.eps, run.tp)
-    k = layers.rms_norm_across_heads(k, p["attn1.norm_k.weight"], cfg.eps, run.tp)
-    q, k, v = (split_heads(t, cfg.attention_head_dim) for t in (q, k, v))
-    out = run.attention(rope.apply_rope(q, angles), rope.apply_rope(k, angles), v, site="self")
+    weights = (p["attn1.norm_q.weight"], p["attn1.norm_k.weight"])
+    q, k = layers.norm_rope_heads(q, k, *weights, angles, cfg.attention_head_dim, cfg.eps, run.tp)
+    out = run.attention(q, k, split_heads(v, cfg.attention_head_dim), site="self")
     return layers.reduced_linear(p, "attn1.to_out.0", out.flatten(2), run.tp)
 
 
 def _cross_attention(p, x: Tensor, *, cfg: WanConfig, run: Run, const: Mapping[str, Tensor]) -> Tensor:
     x, text = run.tp.copy(x), run.tp.copy(const["text"])
+    normed = functools.partial(layers.norm_heads, head_dim=cfg.attention_head_dim, eps=cfg.eps, tp=run.tp)
     heads = functools.partial(split_heads, head_dim=cfg.attention_head_dim)
-    q = heads(layers.rms_norm_across_heads(linear(p, "attn2.to_q", x), p["attn2.norm_q.weight"], cfg.eps, run.tp))
-    k = layers.rms_norm_across_heads(linear(p, "attn2.to_k", text), p["attn2.norm_k.weight"], cfg.eps, run.tp)
-    v = linear(p, "attn2.to_v", text)
-    out = run.attention(q, heads(k), heads(v), site="cross_text", key_mask=const.get("text_mask"))
+    q = normed(linear(p, "attn2.to_q", x), p["attn2.norm_q.weight"])
+    k = normed(linear(p, "attn2.to_k", text), p["attn2.norm_k.weight"])
+    v = heads(linear(p, "attn2.to_v", text))
+    out = run.attention(q, k, v, site="cross_text", key_mask=const.get("text_mask"))
     if "image" in const:
         image = run.tp.copy(const["image"])
-        k = linear(p, "attn2.add_k_proj", image)
-        k = layers.rms_norm_across_heads(k, p["attn2.norm_added_k.weight"], cfg.eps, run.tp)
-        v = linear(p, "attn2.add_v_proj", image)
-        out = out + run.attention(q, heads(k), heads(v), site="cross_image")
+        k = normed(linear(p, "attn2.add_k_proj", image), p["attn2.norm_added_k.weight"])
+        v = heads(linear(p, "attn2.add_v_proj", image))
+        out = out + run.attention(q, k, v, site="cross_image")
     return layers.reduced_linear(p, "attn2.to_out.0", out.flatten(2), run.tp)
 
 

@@ -19,9 +19,9 @@ class Launch:
         return f"{self.rows} rows w{self.warps} x{self.per_sm} s{self.stages}"
 
 
-# Keyed by kernel and the largest inner width they serve. Chosen for an H200 (compute capability 9.0) by the compiler's
-# figures: no spilled registers up to width 8192, 30 to 60 KB of loads in flight per multiprocessor, and few programs in
-# the backward passes, since each writes partial sums. Other architectures use the same entries, unmeasured.
+# Keyed by kernel and the largest inner width they serve. Reasoned for an H200 (compute capability 9.0) from the
+# compiler's figures, not measured: no spilled registers up to width 4096, about 30 to 60 KB of loads in flight per
+# multiprocessor, and few programs in the backward passes, since each writes partial sums. Every architecture uses them.
 LAUNCHES: dict[str, tuple[tuple[int, Launch], ...]] = {
     "norm_forward": (
         (256, Launch(8, 4, 8, 2)),
