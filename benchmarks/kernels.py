@@ -9,6 +9,7 @@ closure is warmed up, then timed with CUDA events, the L2 cache flushed before e
 """
 
 import argparse
+import dataclasses
 import importlib
 import statistics
 import sys
@@ -83,17 +84,21 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="*", choices=FAMILIES, default=FAMILIES)
     parser.add_argument("--match", default="", help="text that the op of a case must contain")
+    parser.add_argument("--sweep", action="store_true", help="also other tiles than those of the tables")
     parser.add_argument("--repeats", type=int, default=50)
     parser.add_argument("--no-save", action="store_true")
     args = parser.parse_args()
     device = devices.resolve("cuda")
+    torch._dynamo.config.recompile_limit = 64  # one graph per shape and mode of the compiled peers
     flush = torch.empty(256 * 2**20, dtype=torch.uint8, device=device)
     copy, product = ceilings(device, flush)
     print(f"ceilings: copy {copy / 1e12:.2f} TB/s, bf16 product {product / 1e12:.0f} TFLOP/s", flush=True)
     rows = []
     for family in args.only:
         for case in importlib.import_module(f"benchmarks.kernel_cases.{family}").cases(device):
-            if args.match in case.op:
+            if args.sweep:
+                case = dataclasses.replace(case, ours={**case.ours, **case.variants})
+            if args.match in case.op and case.ours:
                 rows += measure(case, args.repeats, flush, copy, product)
     report.show(rows)
     if not args.no_save:

@@ -17,23 +17,29 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.autograd import forward_ad
+from torch.utils.flop_counter import register_flop_formula
 
 LIBRARY = torch.library.Library("latentree", "DEF")
 
 Rule = Callable[..., Any]
 
 
-def raw_op(name: str, run: Rule, shapes: Rule) -> torch._ops.OpOverload:
+def raw_op(name: str, run: Rule, shapes: Rule, flops: Rule | None = None) -> torch._ops.OpOverload:
     """Registers `latentree::name`; its schema is read from the annotations of `run`.
 
     Args:
         run: launches the kernel on whatever device its tensors are on; returns new tensors, never its arguments.
         shapes: the same signature; returns empty tensors with the shapes, strides, dtypes and devices of the result.
+        flops: the same signature with shapes in place of tensors; FLOPs of a call, by which the compiler judges what
+            to recompute under a memory budget. None: next to nothing.
     """
     LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=()))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
     torch.library.register_fake(f"latentree::{name}", shapes, lib=LIBRARY)
-    return getattr(torch.ops.latentree, name).default
+    op = getattr(torch.ops.latentree, name)
+    if flops is not None:
+        register_flop_formula(op)(lambda *args, out_shape=None, **rest: flops(*args))
+    return op.default
 
 
 def differentiable(

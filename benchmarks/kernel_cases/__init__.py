@@ -13,8 +13,8 @@ class Case:
     """One operation at one shape.
 
     `ours` and `peers` are makers by name: a maker allocates fresh random inputs and returns the closure that is
-    timed. `flops` (algorithmic, counted for the rate) or `bytes` (read and written once) give the rate and, at the
-    machine's measured ceiling, the shortest time. `target` is the rate or time to reach, as text.
+    timed. `variants` are ours with other tiles than the table's, for `--sweep`. `flops` (algorithmic, counted for the
+    rate) or `bytes` (read and written once) give the rate and, at the machine's measured ceiling, the shortest time.
     """
 
     op: str
@@ -23,6 +23,7 @@ class Case:
     peers: Mapping[str, Make] = dataclasses.field(default_factory=dict)
     flops: float | None = None
     bytes: float | None = None
+    variants: Mapping[str, Make] = dataclasses.field(default_factory=dict)
 
 
 def backward_of(forward: Callable[..., torch.Tensor], *inputs: torch.Tensor) -> Callable[[], object]:

@@ -69,9 +69,9 @@ def _case(op: str, call, plain, device, shapes: dict, backward: bool, tensors: i
     large = max(math.prod(s) for s in shapes.values())
     label = "x".join(map(str, max(shapes.values(), key=math.prod)))
     make = functools.partial(functools.partial, _make, device=device, shapes=shapes, backward=backward)
-    ours = {"triton": make(call, compiled=False)} | (swept or {})
-    peers = {"torch.compile": make(plain, compiled=True)}
-    return Case(f"{op} {'bwd' if backward else 'fwd'}", label, ours, peers, bytes=2 * tensors * large + small)
+    ours, peers = {"triton": make(call, compiled=False)}, {"torch.compile": make(plain, compiled=True)}
+    name, moved = f"{op} {'bwd' if backward else 'fwd'}", 2 * tensors * large + small
+    return Case(name, label, ours, peers, bytes=moved, variants=swept or {})
 
 
 def _norm_launch(device, shape, backward: bool, how: Launch):

@@ -97,6 +97,7 @@ def _attention_cases(device) -> list[Case]:
         base, name = float(b * h * lq * lk * d), f"({b},{h},{lq}x{lk},{d})"
         ours = {"ours": functools.partial(_forward, shape, device)}
         back = {"ours": functools.partial(_backward, shape, device)}
+        sweep, sweep_back = {}, {}
         if shape == SWEPT:
             ours |= {
                 "ours, no gradients (executes 4 base)": functools.partial(_inference, shape, device),
@@ -104,18 +105,16 @@ def _attention_cases(device) -> list[Case]:
                 "ours, global scales and smooth K": functools.partial(
                     _forward, shape, device, global_scales=True, smooth_k=True
                 ),
-                **_variants("forward", _swept_forward, device),
             }
-            back |= {
-                "ours, published dV": functools.partial(_backward, shape, device, dv="published"),
-                **_variants("dq", _swept_backward, device),
-                **_variants("dkv", _swept_backward, device),
-            }
+            back["ours, published dV"] = functools.partial(_backward, shape, device, dv="published")
+            sweep = _variants("forward", _swept_forward, device)
+            sweep_back = {k: v for n in ("dq", "dkv") for k, v in _variants(n, _swept_backward, device).items()}
         exact = {"exact attention": functools.partial(_exact, shape, device)}
         exact_back = {"exact attention": functools.partial(_exact_backward, shape, device)}
         cases += [
-            Case("qat attention fwd (4 base, executes 6)", name, ours, exact, flops=4 * base),
-            Case("qat attention bwd (10 base, executes 14)", name, back, exact_back, flops=10 * base),
+            Case("qat attention fwd (4 base, executes 6)", name, ours, exact, flops=4 * base, variants=sweep),
+            Case("qat attention bwd (10 base, executes 14)", name, back, exact_back, flops=10 * base,
+                 variants=sweep_back),
         ]
     return cases
 

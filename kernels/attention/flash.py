@@ -6,6 +6,7 @@ Hkv, D]` in any strides with contiguous, 16-byte aligned rows: `[B, H, L, D]` te
 """
 
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -78,6 +79,11 @@ def _forward(
         return out.zero_(), lse.fill_(-torch.inf)
     index = (key_mask, starts_q, lens_q, starts_k, lens_k)
     return launch.forward(q, k, v, index, max_q, max_k, causal, scale, precision)
+
+
+def product_flops(q: Sequence[int], k: Sequence[int]) -> int:
+    """FLOPs of one product of scores and heads; shapes `[B, L, H, D]`. Packed sequences count as one long one."""
+    return 2 * q[0] * q[2] * q[1] * k[1] * q[3]
 
 
 def _forward_shapes(q, *rest):
@@ -194,14 +200,19 @@ def _tangents(kept, args, tangents):
 
 
 flash_backward = differentiable(
-    raw_op("attention_backward", _backward, lambda q, k, v, *_: tuple(torch.empty_like(x) for x in (q, k, v))),
+    raw_op(
+        "attention_backward",
+        _backward,
+        lambda q, k, v, *_: tuple(torch.empty_like(x) for x in (q, k, v)),
+        lambda q, k, *_: 5 * product_flops(q, k),
+    ),
     fold=_fold(lambda: flash_backward, 5, 2),
 )
 flash_tangent = differentiable(
     raw_op("attention_tangent", _tangent, _tangent_order), fold=_fold(lambda: flash_tangent, 6)
 )
 flash_forward = differentiable(
-    raw_op("attention_forward", _forward, _forward_shapes),
+    raw_op("attention_forward", _forward, _forward_shapes, lambda q, k, *_: 2 * product_flops(q, k)),
     fold=_fold(lambda: flash_forward, 3),
     keep=lambda args, outputs: (*args[:3], *outputs, *args[3 : 3 + N_INDEX]),
     backward=_gradients,

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from core.errors import UserError, nearest_names
 from kernels.dispatch import Backend
-from kernels.linear.reference import BLOCK, FP8_MAX, fp8_block_scales, per_element, round_fp8
+from kernels.linear.reference import BLOCK, fp8_block_scales, fp8_scale, per_element, round_fp8
 from kernels.op import differentiable, fold_batch, raw_op, unfold_batch
 from kernels.qat.nvfp4 import Request, fake_quant_nvfp4, pick, triton_refusal
 
@@ -84,7 +84,7 @@ def fake_quant(x: Tensor, format: Format, role: Role, *, backend: str = "auto") 
     name = pick("fake_quant", BACKENDS, backend, Request(x.device.type, x.dtype)).name
     if x.numel() == 0:
         return x.clone()
-    scale = None if format == "fp8_block" else (x.detach().abs().amax().float() / FP8_MAX).reshape(1)
+    scale = None if format == "fp8_block" else fp8_scale(x.detach().abs().amax()).reshape(1)
     rows = BLOCK if role == "weight" else 1
     return _fake_op(x.reshape(1, -1, x.shape[-1]), scale, rows, name).reshape(x.shape)
 

@@ -26,11 +26,16 @@ def round_fp8(x: Tensor, scale: Tensor) -> Tensor:
     return (codes.float() * scale).to(x.dtype)
 
 
+def fp8_scale(peak: Tensor) -> Tensor:
+    """`peak / 448` in float32, to nearest on every device: where the divisor is a number, a GPU takes its reciprocal."""
+    return peak.float() / torch.full_like(peak, FP8_MAX, dtype=torch.float32)
+
+
 def fp8_block_scales(x: Tensor, rows: int) -> Tensor:
     """`max|x| / 448` of blocks of `rows` x 128, float32 `[..., ceil(R / rows), ceil(K / 128)]`; x `[..., R, K]`."""
     r, k = x.shape[-2:]
     padded = F.pad(x.float().abs(), (0, -k % BLOCK, 0, -r % rows))
-    return padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, rows)).amax((-3, -1)) / FP8_MAX
+    return fp8_scale(padded.unflatten(-1, (-1, BLOCK)).unflatten(-3, (-1, rows)).amax((-3, -1)))
 
 
 def per_element(scales: Tensor, shape: torch.Size, rows: int) -> Tensor:

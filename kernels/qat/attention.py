@@ -12,7 +12,7 @@ from torch import Tensor
 
 from core.errors import UserError, raise_faults
 from kernels.attention import SITES, Attention, Site
-from kernels.attention.flash import triton_fault
+from kernels.attention.flash import product_flops, triton_fault
 from kernels.dispatch import Backend, explain
 from kernels.op import differentiable, fold_batch, raw_op, unfold_batch
 from kernels.qat.nvfp4 import nvfp4_global_scale, pick
@@ -136,7 +136,7 @@ def _fold(f, size: int, dims: Sequence, args: Sequence):
 
 
 _backward_op = differentiable(
-    raw_op("qat_attention_backward", _backward, _backward_shapes), fold=lambda *a: _fold(_backward_op, *a)
+    raw_op("qat_attention_backward", _backward, _backward_shapes, lambda grad, q, k, *_: 7 * product_flops(q, k)), fold=lambda *a: _fold(_backward_op, *a)
 )
 
 
@@ -150,7 +150,7 @@ def _gradients(kept, args, grads):
 
 
 _forward_op = differentiable(
-    raw_op("qat_attention", _forward, _forward_shapes),
+    raw_op("qat_attention", _forward, _forward_shapes, lambda q, k, *_: 3 * product_flops(q, k)),
     fold=lambda *a: _fold(_forward_op, *a),
     keep=lambda args, outputs: (*args[:6], outputs[1], outputs[2]),
     backward=_gradients,

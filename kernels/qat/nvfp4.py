@@ -46,7 +46,9 @@ def _encoded(x: Tensor, encode: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]
     value = x.float().unflatten(-1, (-1, GROUP))
     encode = encode.float()[..., None, None]
     decode = 1 / encode
-    scale = round_e4m3(value.abs().amax(-1, keepdim=True) / E2M1_MAX * encode)
+    peak = value.abs().amax(-1, keepdim=True)
+    # A tensor as divisor: PyTorch on a GPU multiplies by the reciprocal of a number, which is not the same division.
+    scale = round_e4m3(peak / torch.full_like(peak, E2M1_MAX) * encode)
     unit = scale * decode
     grid = torch.where(unit > 0, round_e2m1(value.abs() / torch.where(unit > 0, unit, 1.0)), 0.0)
     return value, grid, scale, decode

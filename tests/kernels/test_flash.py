@@ -14,6 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
+from torch.utils.flop_counter import FlopCounterMode
 
 from core.errors import UserError
 from kernels import attention, attention_reference
@@ -484,3 +485,11 @@ def test_packed_faults_are_listed():
         attention_varlen(q, k, v, cu_q, cu_k, **limits, backend="tritn")
     with pytest.raises(UserError, match="'triton' cannot serve this call: it needs float16"):
         attention_varlen(q.double(), k.double(), v.double(), cu_q, cu_k, **limits, backend=" Triton")
+
+
+def test_the_compiler_is_told_how_much_work_it_is():
+    """What the memory budget of the compiler goes by: 2 products forward, 5 backward, each 2 B H Lq Lk D."""
+    q, k, v = (torch.randn(2, n, 3, 16, device=DEVICE, requires_grad=True) for n in (20, 36, 36))
+    with FlopCounterMode(display=False) as counter:
+        flash_attention(q, k, v).sum().backward()
+    assert counter.get_total_flops() == 7 * 2 * 2 * 3 * 20 * 36 * 16

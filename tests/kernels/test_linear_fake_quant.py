@@ -32,8 +32,9 @@ def draw(*shape, seed=0, dtype=torch.float32):
 
 
 def by_definition(x, rows, cols):
-    """Block after block in float64, except for the float32 scale and quotient of the definition."""
-    out = x.clone()
+    """Block after block on the CPU in float64, except for the float32 scale and quotient of the definition; a block
+    whose scale underflows is zero."""
+    out, x = torch.zeros_like(x), x.cpu()
     for i in range(0, x.shape[0], rows):
         for j in range(0, x.shape[1], cols):
             block = x[i : i + rows, j : j + cols].float()

@@ -62,7 +62,8 @@ def inputs(kind, dtype, shape=(6, 3, 48), seed=0):
         x = x * torch.randint(-20, 15, (*shape[:-1], 1), generator=g).float().exp2()
     elif kind == "ties":
         x = torch.randint(-48, 49, shape, generator=g) * 0.125
-    return x.to(dtype).to(DEVICE)
+    largest = torch.finfo(dtype).max
+    return x.clamp(-largest, largest).to(dtype).to(DEVICE)
 
 
 KINDS = ["normal", "denormal", "tiny", "zero", "extreme", "wide", "ties"]
