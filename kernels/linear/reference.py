@@ -27,7 +27,7 @@ def round_fp8(x: Tensor, scale: Tensor) -> Tensor:
 
 
 def fp8_scale(peak: Tensor) -> Tensor:
-    """`peak / 448` in float32, to nearest on every device: where the divisor is a number, a GPU takes its reciprocal."""
+    """`peak / 448` in float32, to nearest: of a divisor that is a number a GPU takes the reciprocal."""
     return peak.float() / torch.full_like(peak, FP8_MAX, dtype=torch.float32)
 
 

@@ -19,16 +19,16 @@ class Launch:
         return f"{self.rows} rows w{self.warps} x{self.per_sm} s{self.stages}"
 
 
-# Keyed by kernel and the largest inner width they serve. Width 4096 was measured on an H200 (benchmarks/kernels.py --only
-# norm); the others follow from the compiler's figures: no spilled registers up to width 4096, about 30 to 60 KB of loads
-# in flight per multiprocessor, and few programs in the backward passes, since each writes partial sums. Every
-# architecture uses them.
+# Keyed by kernel and the largest inner width they serve. Width 4096 was measured on an H200, the others follow
+# from the compiler's figures: no spilled registers up to width 4096, about 30 to 60 KB of loads in flight per
+# multiprocessor, and few programs in the backward passes, since each writes partial sums. Every architecture uses
+# them. Counts of programs that end together (65 tokens to a multiprocessor: 5 programs of 13) were slower, not faster.
 LAUNCHES: dict[str, tuple[tuple[int, Launch], ...]] = {
     "norm_forward": (
         (256, Launch(8, 4, 8, 2)),
         (1024, Launch(2, 4, 8, 2)),
         (2048, Launch(1, 4, 8, 2)),
-        (4096, Launch(1, 8, 5, 2)),
+        (4096, Launch(1, 8, 4, 3)),
         (8192, Launch(1, 16, 2, 2)),
         (16384, Launch(1, 32, 1, 2)),
     ),
@@ -104,17 +104,6 @@ def multiprocessors(device: torch.device) -> int:
 
 
 def programs_per_sample(launch: Launch, device: torch.device, samples: int, tokens: int) -> int:
-    """Programs that share one sample's tokens, so that all samples fill the device about `per_sm` times; at least 1.
-
-    Of the counts from three quarters to five quarters of `per_sm` the one that leaves the fewest programs idle at the
-    end: with 65 tokens to a multiprocessor, 5 programs of 13 end together and 4 do not.
-    """
-    steps, units = -(-tokens // launch.rows), multiprocessors(device)
-
-    def programs(per_sm: int) -> int:
-        return max(1, min(units * per_sm // max(1, samples), steps))
-
-    counts = range(max(1, launch.per_sm * 3 // 4), launch.per_sm * 5 // 4 + 1)
-    # Rounds of the longest program times programs: what the device holds while it waits for the last.
-    cost = lambda per_sm: -(-steps // programs(per_sm)) * programs(per_sm)  # noqa: E731
-    return programs(min(counts, key=lambda n: (cost(n), abs(n - launch.per_sm))))
+    """Programs that share one sample's tokens, so that all samples fill the device `per_sm` times; at least 1."""
+    wanted = multiprocessors(device) * launch.per_sm // max(1, samples)
+    return max(1, min(wanted, -(-tokens // launch.rows)))

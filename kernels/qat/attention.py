@@ -136,7 +136,10 @@ def _fold(f, size: int, dims: Sequence, args: Sequence):
 
 
 _backward_op = differentiable(
-    raw_op("qat_attention_backward", _backward, _backward_shapes, lambda grad, q, k, *_: 7 * product_flops(q, k)), fold=lambda *a: _fold(_backward_op, *a)
+    raw_op(
+        "qat_attention_backward", _backward, _backward_shapes, lambda grad, q, k, *_: 7 * product_flops(q, k)
+    ),
+    fold=lambda *a: _fold(_backward_op, *a),
 )
 
 
