@@ -36,13 +36,13 @@ BRANCH_ENDS = ("conv2.weight", "conv2.bias", "proj.weight", "proj.bias")
 class VaeTraining:
     """What a run does: `batch` windows of `frames` x `size` x `size` pixels in each of `steps` optimiser steps.
 
-    The learning rate warms up and then falls as a cosine. With a batch of one PyTorch's CPU convolutions take a
-    kernel that is several times slower.
+    The learning rate warms up and then falls as a cosine. With a batch of one PyTorch's CPU convolutions of
+    small videos take a kernel that is several times slower.
     """
 
     steps: int
     frames: int = 17
-    size: int = 24
+    size: int = 32
     batch: int = 2
     learning_rate: float = 2e-3
     warmup_steps: int = 20
