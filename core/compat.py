@@ -28,14 +28,21 @@ def adamw_(
         step: 0-d float32 on the leaves' device, already counting this update.
         fused: PyTorch's fused kernel, else multi-tensor kernels.
     """
-    leaves = [list(t) for t in (params, grads, exp_avgs, exp_avg_sqs)]
-    if fused:
+    leaves = [list(t) for t in (params, [_laid_out_as(p, g) for p, g in zip(params, grads, strict=True)], exp_avgs,
+                                exp_avg_sqs)]  # fmt: skip
+    moments = [(m, p) for m, p in zip([*exp_avgs, *exp_avg_sqs], [*params, *params], strict=True)]
+    if fused and all(m.stride() == p.stride() for m, p in moments):
         torch._fused_adamw_(
             *leaves, [], [step] * len(leaves[0]), lr=lr, beta1=betas[0], beta2=betas[1], weight_decay=weight_decay,
             eps=eps, amsgrad=False, maximize=False,
         )  # fmt: skip
     else:
         _foreach_adamw_(*leaves, step, lr, betas, weight_decay, eps)
+
+
+def _laid_out_as(p: Tensor, g: Tensor) -> Tensor:
+    """g in p's layout: the fused kernel goes by position in memory and would mix up elements without a word."""
+    return g if g.stride() == p.stride() else torch.empty_like(p, dtype=g.dtype).copy_(g)
 
 
 def _foreach_adamw_(params, grads, m, v, step, lr, betas, weight_decay, eps) -> None:

@@ -157,3 +157,21 @@ def test_swapped_with_nothing_does_nothing_and_other_keys_are_refused_whole():
     with pytest.raises(UserError, match="different keys\n  - d.scale"):
         exchange(params, ema)
     assert all(torch.equal(params[k], v) for k, v in tree(0).items())
+
+
+@pytest.mark.parametrize("fused", [True, False])
+def test_layouts_of_gradients_and_moments_change_nothing(fused):
+    """PyTorch's fused kernel goes by position in memory: a gradient laid out otherwise would update other elements."""
+    contiguous = keys.normal(keys.key(0), (4, 3, 2, 5, 6))
+    grad = keys.normal(keys.key(1), contiguous.shape)
+    last = lambda x: x.contiguous(memory_format=torch.channels_last_3d)  # noqa: E731
+    expected = {"w": contiguous.clone()}
+    state = adamw_init(expected)
+    adamw_update(AdamW(fused=False), {"w": grad}, state, expected, 1e-2)
+    same = lambda x: x  # noqa: E731
+    for leaf, layout, moments in ((last, same, last), (same, last, same), (last, last, same)):
+        params = {"w": leaf(contiguous.clone())}
+        own = {k: moments(v) if v.ndim == 5 else v for k, v in adamw_init({"w": contiguous}).items()}
+        adamw_update(AdamW(fused=fused), {"w": layout(grad)}, own, params, 1e-2)
+        torch.testing.assert_close(params["w"], expected["w"], rtol=0, atol=1e-7)
+        torch.testing.assert_close(own["exp_avg.w"], state["exp_avg.w"], rtol=1e-6, atol=1e-7)
