@@ -18,7 +18,7 @@ from core.errors import UserError, exit_status
 from core.files import atomic_folder, check_target
 from core.geometry import to_frames, to_video
 from core.trees import Params, num_params
-from infer.autoencoders import CHUNK, decode_frames, load_vae
+from infer.autoencoders import decode_frames, load_vae
 from infer.media import contact_sheet, psnr, read_video, write_video
 from nn import wan_vae
 from nn.wan_vae import WanVaeConfig
@@ -48,9 +48,8 @@ LOOKS = 5  # how often the whole clip is reconstructed during training
 
 @torch.no_grad()
 def reconstruct(params: Params, cfg: WanVaeConfig, video: Tensor) -> Tensor:
-    """A video `[3, T, H, W]` encoded and decoded in chunks: frames uint8 `[T, H, W, 3]`."""
-    latents = wan_vae.encode(params, cfg, video[None], chunk=CHUNK)
-    return to_frames(wan_vae.decode(params, cfg, latents, chunk=CHUNK)[0])
+    """A video `[3, T, H, W]` encoded and decoded at once: frames uint8 `[T, H, W, 3]`."""
+    return to_frames(wan_vae.decode(params, cfg, wan_vae.encode(params, cfg, video[None]))[0])
 
 
 def reporter(display: metrics.Display, total: int, look: Callable[[], float]) -> Callable[[int, vae.VaeStep], None]:
@@ -78,7 +77,7 @@ def train_vae(settings: vae.VaeTraining, frames: Tensor, k: keys.Key) -> tuple[P
     with metrics.progress(settings.steps, every_steps=settings.steps // 20 + 1) as display:
         look = lambda: psnr(frames, reconstruct(params, CONFIG, video))  # noqa: E731
         vae.fit(settings, CONFIG, params, video, rest, report=reporter(display, settings.steps, look))
-    return params, vae.with_statistics(params, CONFIG, video[None], chunk=CHUNK)
+    return params, vae.with_statistics(params, CONFIG, video[None])
 
 
 def check_output(output: Path, fresh: bool) -> None:
