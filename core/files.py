@@ -132,12 +132,21 @@ def write_json(path: str | Path, data: Any) -> None:
         part.write_text(json.dumps(data, indent=2) + "\n", encoding="utf-8")
 
 
+def text_fault(text: str) -> str | None:
+    """What is wrong with a text that no file can hold: half of a pair of code units, as cut captions have it."""
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"is no valid Unicode text: {text[error.start]!r} at character {error.start}"
+    return None
+
+
 def read_json(path: str | Path) -> Any:
     """Reads JSON. Raises UserError naming the file when it is missing or malformed."""
     path = Path(path)
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     try:
-        return json.loads(path.read_text(encoding="utf-8"))
+        return json.loads(path.read_text(encoding="utf-8-sig"))
     except (ValueError, RecursionError) as error:
         raise UserError(f"{path}: not valid JSON: {error}") from None

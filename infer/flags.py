@@ -7,6 +7,7 @@ from pathlib import Path
 import torch
 
 from core.errors import UserError, raise_faults
+from core.files import text_fault
 from core.geometry import geometry_rule
 from infer.folder import Defaults
 from infer.generate import Sampling
@@ -130,6 +131,8 @@ def prompts_of(args: argparse.Namespace) -> list[Prompt]:
     faults = []
     if sum(v is not None for v in ways.values()) != 1:
         faults.append(f"give exactly one of {', '.join(ways)}")
+    texts = {"--prompt": args.prompt, "--negative-prompt": args.negative_prompt}
+    faults += [f"{flag} {fault}" for flag, v in texts.items() if v is not None and (fault := text_fault(v)) is not None]
     if args.image is not None and args.video is not None:
         faults.append("give --image or --video, not both")
     if args.clip_feature is not None and (args.image is None or args.prompt_file is not None):

@@ -46,15 +46,16 @@ class ClipInfo:
 
 
 SLOWEST = Fraction(1, 10_000)  # frames per second; also the precision to which rates are kept
+FASTEST = 1000  # what is more is a time base, not a rate
 
 
 def frame_rate(fps: float | Fraction) -> Fraction:
     """A frame rate as a short fraction: 30000 / 1001 as a float gives Fraction(30000, 1001) again.
 
-    Raises UserError unless it is a number of at least 1/10000.
+    Raises UserError unless it is a number from 1/10000 to 1000.
     """
-    if isinstance(fps, bool) or not math.isfinite(fps) or fps < SLOWEST:
-        raise UserError(f"fps is {fps!r}, expected a positive number of at least {float(SLOWEST)}")
+    if isinstance(fps, bool) or not math.isfinite(fps) or not SLOWEST <= fps <= FASTEST:
+        raise UserError(f"fps is {fps!r}, expected a positive number of at least {float(SLOWEST)}, at most {FASTEST}")
     return Fraction(fps).limit_denominator(SLOWEST.denominator)
 
 

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import UserError, nearest_names, raise_faults
-from core.files import read_json
+from core.files import read_json, text_fault
 from infer.schedules import is_int
 
 TEXTS, SIZES, NUMBERS = ("caption", "negative_prompt", "image"), ("num_frames", "height", "width"), ("seed",)
@@ -49,6 +49,8 @@ def _faults(row: Any, folder: Path) -> list[str]:
     faults = [f"unknown key {k!r}{nearest_names(k, KEYS)}; allowed: {', '.join(KEYS)}" for k in unknown]
     if not isinstance(row.get("caption"), str):
         faults.append(f"caption is {row.get('caption')!r}, expected text")
+    texts = {k: row[k] for k in TEXTS if isinstance(row.get(k), str)}
+    faults += [f"{k} {fault}" for k, text in texts.items() if (fault := text_fault(text)) is not None]
     for name in TEXTS[1:]:
         if row.get(name) is not None and not isinstance(row[name], str):
             faults.append(f"{name} is {row[name]!r}, expected text")

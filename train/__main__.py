@@ -1,10 +1,11 @@
 """`python -m train recipe.yaml [--dotted.key value ...]`."""
 
+import os
 import sys
 from collections.abc import Sequence
 
 from core.config import help_text
-from core.errors import exit_status
+from core.errors import UserError, exit_status
 from train.config import Recipe, load_recipe
 from train.run import train
 
@@ -27,7 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if not args or "--help" in args or "-h" in args:
         print(USAGE + help_text(Recipe, color=sys.stdout.isatty()))
         return 0 if args else 2
-    return exit_status(lambda: train(load_recipe(args[0], args[1:])))
+    return exit_status(lambda: train(_alone(load_recipe(args[0], args[1:]))))
+
+
+def _alone(recipe: Recipe) -> Recipe:
+    """Refuses to be one of several processes, which would all write the same run."""
+    if os.environ.get("WORLD_SIZE", "1") != "1":
+        raise UserError(f"training runs in one process in this version, WORLD_SIZE is {os.environ['WORLD_SIZE']}")
+    return recipe
 
 
 if __name__ == "__main__":

@@ -212,17 +212,23 @@ def bucketed(signatures: Sequence[Signature]) -> tuple[tuple[Signature, ...], np
 
 
 def common_shape(dataset: Dataset) -> tuple[int, ...]:
-    """The latent shape `[C, T, H, W]` that most samples have."""
-    return dataset.shapes[int(np.bincount(dataset.buckets).argmax())]
+    """The latent shape `[C, T, H, W]` that most samples have; of videos where there are any, the longest of several."""
+    counts = np.bincount(dataset.buckets)
+    rank = lambda i: (dataset.shapes[i][1] > 1, counts[i], dataset.shapes[i][1:])  # noqa: E731
+    return dataset.shapes[max(range(len(dataset.shapes)), key=rank)]
 
 
 def first_fps(dataset: Dataset) -> float | None:
-    """Frames per second of the first sample; None where it is not noted."""
+    """Frames per second of the first sample of several frames; None where there is none, or it is not noted."""
     if dataset.origin is not None:
         return dataset.origin.fps
-    with open_parquet(dataset.files[0].path) as file:
-        fps = file.read_row_group(0, columns=["fps"], use_threads=False).column(0)[0].as_py()
-    return None if not fps else float(fps)
+    for name in dataset.files:
+        with open_parquet(name.path) as file:
+            table = file.read(columns=["fps", "num_frames"], use_threads=False).to_pydict()
+        videos = [fps for fps, n in zip(table["fps"], table["num_frames"], strict=True) if n != 1]
+        if videos:
+            return None if not videos[0] else float(videos[0])
+    return None
 
 
 # --- checks against a model -----------------------------------------------------------------------------------

@@ -113,7 +113,7 @@ def open_online(
     origin = Origin(
         functools.partial(sample, clips, settings, models, row_type),
         lambda row: f"{path}, row {clips[row].row} ({clips[row].entry.name})",
-        clips[0].fps,
+        next((clip.fps for clip in clips if clip.bucket.frames > 1), None),
         identity([clip.entry for clip in clips], settings, sources),
     )
     places = np.stack([np.zeros(len(clips), int), np.arange(len(clips))], axis=1)

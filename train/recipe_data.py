@@ -67,11 +67,27 @@ def check_data(recipe: Recipe, cfg: wan.WanConfig, dataset: Dataset, components:
         check_streaming(dataset, recipe.training.data.train_batch_size)
 
 
-def check_models(data: Data, components: Components) -> None:
-    """Refuses sets that record other models than the run uses, or than each other, see `record.check_models`."""
+def check_models(recipe: Recipe, components: Components) -> None:
+    """Refuses data that were made with other models than the run uses, see `record.check_models`.
+
+    Those that come with `init_from` count before those of the data: its weights belong to their latents. To train on
+    the latents of another VAE, `pipeline.vae` names it.
+    """
+    data, root = recipe.training.data, recipe.models.student.init_from
+    folders = (components.vae_folder, components.text_folder, components.image_folder)
+    found, own = dict(zip(record.MODELS, folders, strict=True)), {}
+    for name in record.MODELS:
+        beside = None if root is None else Path(root) / name
+        if beside is not None and getattr(recipe.pipeline, name) is None and (beside / "config.json").is_file():
+            own[name] = beside
     if data.encode is None:
-        folders = (components.vae_folder, components.text_folder, components.image_folder)
-        record.check_models(data_roots(data.data_path), dict(zip(record.MODELS, folders, strict=True)))
+        return record.check_models(data_roots(data.data_path), found | own)
+    both = [name for name in own if found[name] is not None]
+    other = [name for name in both if record.fingerprint(found[name]) != record.fingerprint(own[name])]
+    raise_faults(
+        "training.data.encode uses other models than models.student.init_from",
+        [f"{name}: {found[name]}, not {own[name]} (pipeline.{name} names another on purpose)" for name in other],
+    )
 
 
 def fingerprint(dataset: Dataset) -> str:

@@ -247,7 +247,7 @@ def prepare(recipe: Recipe) -> Setup:
     compute = devices.default_compute_dtype(device) if asked is None else FLOATS[asked]
     components = find_components(recipe, cfg, device, compute)
     check_data(recipe, cfg, dataset, components)
-    check_models(training.data, components)
+    check_models(recipe, components)
     check_kernels(recipe, cfg, device, compute)
     empty = empty_caption(recipe, cfg, components.text)
     return Setup(

@@ -146,13 +146,14 @@ def pictures(frames: torch.Tensor) -> list:
 
 
 def same_video(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Equal but for a level of rounding and what the codec makes of it: a mean difference of at most 1 of 255.
+    """Equal but for a level of rounding and what the codec makes of it: a mean difference of at most 3 of 255.
 
     BLAS may sum in another order when memory is aligned otherwise, as the buffers into which transformers reads an
     encoder may be. One pixel that is one level off can move a decoded H.264 clip of this size by 24
-    levels at the worst pixel and 0.4 in the mean; videos of other seeds or prompts differ by more than 10.
+    levels at the worst pixel and 0.4 in the mean, several that fall into other blocks by more than 1 (seen once in
+    some hundred runs); videos of other seeds or prompts differ by more than 10.
     """
-    return a.shape == b.shape and float((a.float() - b.float()).abs().mean()) <= 1
+    return a.shape == b.shape and float((a.float() - b.float()).abs().mean()) <= 3
 
 
 def write_png(path: Path, frame: torch.Tensor) -> Path:

@@ -283,3 +283,23 @@ def test_the_command_line(videos, tmp_path):
     assert "the codec rebuilds the clips at" in done.stdout and "\x1b" not in done.stdout
     again = run("--data", videos / "v.csv", "--output", tmp_path / "set", *SIZE, "--fps", "7")
     assert again.returncode == 2 and again.stderr.startswith("error: ") and "Traceback" not in again.stderr
+
+
+def test_texts_that_a_spreadsheet_or_a_cut_would_spoil_are_refused(tmp_path, capsys):
+    """A caption with a comma but no quotes, half of an emoji, a column twice; a byte order mark alone is no fault."""
+    cases = {
+        "a.csv": ("path,caption\nx.mp4,a red, big ball\n", "row 0 has more fields than the header's 2"),
+        "b.csv": ("path,caption,path\nx.mp4,a,y.mp4\n", "the header has columns twice"),
+        "c.json": ('[{"path": "x.mp4", "caption": "a \\ud83d"}]', "no valid Unicode text"),
+        "d.json": ('\ufeff[{"path": "x.mp4", "caption": 5}]', "caption is 5"),
+        "e.jsonl": ('{"path": "x.mp4", "caption": "a\u2028b"}\n{"path": "x.mp4", "caption": 5}', "row 1 path is"),
+    }
+    for name, (content, message) in cases.items():
+        (tmp_path / name).write_text(content, encoding="utf-8")
+        assert message in failing(capsys, "--data", tmp_path / name, "--output", tmp_path / "out", *SIZE), name
+
+
+def test_a_time_base_is_no_rate(videos, tmp_path, capsys):
+    assert "fps is 1000000000.0" in failing(
+        capsys, "--data", videos / "v.csv", "--output", tmp_path / "out", *SIZE, "--fps", "1e9"
+    )

@@ -675,3 +675,10 @@ def test_a_run_follows_the_precision_table(recipe, tmp_path, monkeypatch, stored
     assert computed.keys() >= {"patch_embedding", "proj_out", "attn1.to_q", "attn2.to_out.0", "ffn.net.2",
                                "condition_embedder.time_embedder.linear_1"}  # fmt: skip
     assert all(word in precision.table(stored, compute) for word in ("matrix", "moments", "float32"))
+
+
+def test_one_of_several_processes_is_refused(monkeypatch, capsys, tmp_path):
+    monkeypatch.setenv("WORLD_SIZE", "2")
+    (tmp_path / "r.yaml").write_text(Path("recipes/demo.yaml").read_text())
+    assert cli.main([str(tmp_path / "r.yaml")]) == 2
+    assert "WORLD_SIZE is 2" in capsys.readouterr().err

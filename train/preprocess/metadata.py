@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from core.errors import UserError, raise_faults
-from core.files import read_json
+from core.files import read_json, text_fault
 
 PATH_KEYS = ("path", "video")
 
@@ -25,7 +25,7 @@ class Entry:
 
 def _parse_jsonl(path: Path) -> list[Any]:
     rows, faults = [], []
-    for number, line in enumerate(path.read_text(encoding="utf-8").splitlines(), start=1):
+    for number, line in enumerate(path.read_text(encoding="utf-8-sig").split("\n"), start=1):
         if line.strip():
             try:
                 rows.append(json.loads(line))
@@ -45,7 +45,14 @@ def _parse_json(path: Path) -> list[Any]:
 
 def _parse_csv(path: Path) -> list[Any]:
     with path.open(newline="", encoding="utf-8-sig") as file:
-        return list(csv.DictReader(file))
+        reader = csv.DictReader(file)
+        rows = list(reader)
+    names = list(reader.fieldnames or [])
+    twice = [name for name in dict.fromkeys(names) if names.count(name) > 1]
+    raise_faults(f"{path}: the header has columns twice", twice)
+    long = [f"row {i} has more fields than the header's {len(names)}" for i, row in enumerate(rows) if None in row]
+    raise_faults(f"{path}: a text with commas needs quotes", long)
+    return rows
 
 
 PARSERS = {".csv": _parse_csv, ".json": _parse_json, ".jsonl": _parse_jsonl}
@@ -62,6 +69,8 @@ def _entry(row: Any, folder: Path) -> Entry | str:
     name, caption = row[names[0]], row.get("caption")
     if not isinstance(name, str) or not isinstance(caption, str):
         return f"{names[0]} is {name!r} and caption is {caption!r}, expected two strings"
+    if (fault := text_fault(caption)) is not None:
+        return f"has a caption that {fault}"
     return Entry(name, folder / name, caption)
 
 
