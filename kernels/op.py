@@ -8,7 +8,8 @@
 * code that is being compiled calls the op, whose gradient and vmap rule are registered. There `torch.func.grad`
   inside the compiled function is an error; a Function in its place would give a silent zero gradient.
 
-Only `differentiable` results are ever exported.
+Only `differentiable` results are ever exported. Where no function transform is at work, which is nearly always, the
+Function is one without those rules: what PyTorch does for them takes longer than some kernels run.
 """
 
 from collections.abc import Callable, Sequence
@@ -64,24 +65,40 @@ def differentiable(
 
     def save(ctx, inputs, output) -> None:
         outputs = output if isinstance(output, tuple) else (output,)
-        ctx.args = tuple(None if isinstance(x, Tensor) else x for x in inputs)
+        ctx.args = tuple([None if isinstance(x, Tensor) else x for x in inputs])
         ctx.save_for_backward(*(() if keep is None else keep(inputs, outputs)))
+
+    def save_eager(ctx, inputs, output) -> None:
+        save(ctx, inputs, output)
+        ctx.mark_non_differentiable(*[output[i] for i in constant])
+        ctx.set_materialize_grads(False)
+
+    def launch(*args):
+        with torch._C._AutoDispatchBelowAutograd():  # the gradient is the Function's
+            return op(*args)
 
     def gradients(ctx, *grads):
         if backward is None:
             raise NotImplementedError(missing)
         return backward(ctx.saved_tensors, ctx.args, grads)
 
-    class Eager(torch.autograd.Function):
+    class Plain(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, *args):
+            output = launch(*args)
+            save_eager(ctx, args, output)
+            return output
+
+        backward = staticmethod(gradients)
+
+    class Transformed(torch.autograd.Function):
         @staticmethod
         def forward(*args):
             return op(*args)
 
         @staticmethod
         def setup_context(ctx, inputs, output):
-            save(ctx, inputs, output)
-            ctx.mark_non_differentiable(*[output[i] for i in constant])
-            ctx.set_materialize_grads(False)
+            save_eager(ctx, inputs, output)
             if tangent is not None:
                 ctx.save_for_forward(*keep(inputs, output if isinstance(output, tuple) else (output,)))
 
@@ -97,18 +114,25 @@ def differentiable(
                 raise NotImplementedError(missing)
             return tangent(ctx.saved_tensors, ctx.args, tangents)
 
-    Eager.__name__ = name
+    Plain.__name__ = Transformed.__name__ = name
     torch.library.register_autograd(op, gradients, setup_context=save, lib=LIBRARY)
     torch.library.register_vmap(op, lambda info, dims, *args: fold(info.batch_size, dims, args), lib=LIBRARY)
 
     def call(*args):
         if not torch.compiler.is_compiling():
-            return Eager.apply(*args)
+            if torch._C._are_functorch_transforms_active() or forward_mode():
+                return Transformed.apply(*args)
+            return Plain.apply(*args) if wants_gradient(args) else launch(*args)
         if forward_mode():  # a registered op would give a silent zero tangent
             raise NotImplementedError(f"{name} has no forward-mode derivative inside a compiled function")
         return op(*args)
 
     return call
+
+
+def wants_gradient(args: Sequence[Any]) -> bool:
+    """Whether autograd records what is done with these arguments."""
+    return torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in args])
 
 
 def forward_mode() -> bool:
@@ -130,3 +154,8 @@ def fold_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
 def unfold_batch(x: Tensor, size: int) -> Tensor:
     """`[size * B, ...] -> [size, B, ...]`, the inverse of `fold_batch` for outputs (their `out_dims` are 0)."""
     return x.unflatten(0, (size, x.shape[0] // size))
+
+
+def product_flops(q: Sequence[int], k: Sequence[int]) -> int:
+    """FLOPs of one product of attention; shapes `[B, L, H, D]`. Packed sequences count as one long one."""
+    return 2 * q[0] * q[2] * q[1] * k[1] * q[3]

@@ -23,12 +23,13 @@ def wide(x: Tensor) -> torch.dtype:
 def effective_weight(p: Mapping[str, Tensor], name: str, dtype: torch.dtype) -> Tensor:
     """`name.weight` as a matrix `[out, in]` in `dtype`, through its companions; a patch kernel is flattened.
 
-    `name.weight_scale` dequantises a float8 or int8 weight; `name.weight_fake_scale` rounds a full-precision
-    weight to the FP8 grid of that scale with a straight-through gradient.
+    `name.weight_scale`, beside NVFP4 codes optionally `name.weight_global_scale`, dequantises a float8, int8 or NVFP4
+    weight (the table of `kernels.linear.reference`); `name.weight_fake_scale` rounds a full-precision weight to the
+    FP8 grid of that scale with a straight-through gradient.
     """
     weight = p[f"{name}.weight"].flatten(1)
     if (scale := p.get(f"{name}.weight_scale")) is not None:
-        return dequantise(weight, scale, dtype)
+        return dequantise(weight, scale, dtype, global_scale=p.get(f"{name}.weight_global_scale"))
     if (scale := p.get(f"{name}.weight_fake_scale")) is not None:
         weight = fake_quant_fp8(weight, scale)
     return weight.to(dtype)
@@ -39,7 +40,7 @@ def linear(p: Mapping[str, Tensor], name: str, x: Tensor, *, add_bias: bool = Tr
 
     Args:
         p: a tree with `name.weight` `[out, in, ...]` (trailing dimensions are flattened: a patch
-            convolution is a linear layer), optionally `name.bias` `[out]`, `weight_scale`,
+            convolution is a linear layer), optionally `name.bias` `[out]`, `weight_scale`, `weight_global_scale`,
             `weight_fake_scale`, and a LoRA pair `lora_A` `[r, in]`, `lora_B` `[out, r]`, `lora_scale` `[]`.
         x: `[..., in]`.
         add_bias: False leaves the bias to the caller (after a tensor-parallel reduction).

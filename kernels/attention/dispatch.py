@@ -2,19 +2,19 @@
 
 import dataclasses
 import functools
-from typing import Literal, get_args
+from typing import Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor
 
-from core.errors import UserError, nearest_names, raise_faults
+from core.errors import raise_faults
 from kernels.attention import external
-from kernels.attention.flash import flash_attention, layout_fault, tangent_fault, triton_fault
+from kernels.attention.flash import flash_attention, strided_fault, tangent_fault
 from kernels.attention.reference import attention_reference
 from kernels.attention.sdpa import FAST, ONE, sdpa
 from kernels.attention.table import preferred
-from kernels.dispatch import Backend, choose, explain
-from kernels.op import forward_mode
+from kernels.dispatch import Backend, backend_name, capability_of, choose, explain, remembered, triton_fault
+from kernels.op import forward_mode, wants_gradient
 
 Site = Literal["self", "cross_text", "cross_image", "audio_self", "audio_text", "a2v", "v2a"]
 SITES = get_args(Site)
@@ -145,54 +145,89 @@ BACKENDS = (
 BY_NAME = {b.name: b for b in BACKENDS}
 
 
-def _check(q: Tensor, k: Tensor, v: Tensor, site: str, key_mask, lens) -> None:
-    faults = []
+class Facts(NamedTuple):
+    """All that the checks and the choice depend on, cheap to collect: an eager call costs little but this."""
+
+    device: torch.device
+    dtypes: tuple[torch.dtype, ...]
+    shapes: tuple[torch.Size, ...]
+    strides: tuple[tuple[int, ...], ...]
+    key_mask: torch.Size | None
+    lens: torch.Size | None
+    biased: bool
+    causal: bool
+    return_lse: bool
+    gradients: bool
+    tangents: bool
+    positive_scale: bool
+
+
+def facts_of(
+    q, k, v, *, key_mask=None, lens=None, bias=None, causal=False, scale=None, return_lse=False
+) -> Facts:  # fmt: skip
+    """The facts of a call with these arguments."""
+    return Facts(
+        q.device,
+        (q.dtype, k.dtype, v.dtype),
+        (q.shape, k.shape, v.shape),
+        (q.stride(), k.stride(), v.stride()),
+        None if key_mask is None else key_mask.shape,
+        None if lens is None else lens.shape,
+        bias is not None,
+        causal,
+        return_lse,
+        wants_gradient((q, k, v)),
+        forward_mode(),
+        scale is None or scale > 0,
+    )
+
+
+def _check(site: str, facts: Facts) -> None:
+    faults, (q, k, v) = [], facts.shapes
     if site not in SITES:
         faults.append(f"site {site!r} is none of {', '.join(SITES)}")
-    if not (q.ndim == k.ndim == v.ndim == 4):
-        faults.append(f"q, k, v must be [B, L, H, D]; got {list(q.shape)}, {list(k.shape)}, {list(v.shape)}")
-    elif k.shape != v.shape or q.shape[0] != k.shape[0] or q.shape[3] != k.shape[3] or q.shape[2] % k.shape[2]:
+    if not (len(q) == len(k) == len(v) == 4):
+        faults.append(f"q, k, v must be [B, L, H, D]; got {list(q)}, {list(k)}, {list(v)}")
+    elif k != v or q[0] != k[0] or q[3] != k[3] or q[2] % k[2]:
         faults.append(
-            f"q {list(q.shape)}, k {list(k.shape)}, v {list(v.shape)}: k and v must be equal, batch and head size "
+            f"q {list(q)}, k {list(k)}, v {list(v)}: k and v must be equal, batch and head size "
             "shared, and q's heads a multiple of k's"
         )
-    elif key_mask is not None and key_mask.shape != (k.shape[0], k.shape[1]):
-        faults.append(f"key_mask must be [B, Lk] = [{k.shape[0]}, {k.shape[1]}], got {list(key_mask.shape)}")
-    elif lens is not None and lens.shape != (k.shape[0],):
-        faults.append(f"lens must be [B] = [{k.shape[0]}], got {list(lens.shape)}")
-    if not (q.dtype == k.dtype == v.dtype):
-        faults.append(f"q, k, v must share a dtype; got {q.dtype}, {k.dtype}, {v.dtype}")
+    elif facts.key_mask is not None and facts.key_mask != (k[0], k[1]):
+        faults.append(f"key_mask must be [B, Lk] = [{k[0]}, {k[1]}], got {list(facts.key_mask)}")
+    elif facts.lens is not None and facts.lens != (k[0],):
+        faults.append(f"lens must be [B] = [{k[0]}], got {list(facts.lens)}")
+    of_q, of_k, of_v = facts.dtypes
+    if not (of_q == of_k == of_v):
+        faults.append(f"q, k, v must share a dtype; got {of_q}, {of_k}, {of_v}")
     raise_faults("attention: the arguments do not fit", faults)
 
 
-@torch.compiler.assume_constant_result
-def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
+def _request(facts: Facts) -> AttentionRequest:
+    q, k, _ = facts.shapes
+    return AttentionRequest(
+        device=facts.device.type,
+        dtype=facts.dtypes[0],
+        head_dim=q[-1],
+        masked=facts.key_mask is not None or facts.lens is not None,
+        biased=facts.biased,
+        causal=facts.causal,
+        return_lse=facts.return_lse,
+        index=facts.device.index,
+        capability=capability_of(facts.device),
+        queries=q[1],
+        keys=k[1],
+        gradients=facts.gradients,
+        tangents=facts.tangents,
+        positive_scale=facts.positive_scale,
+        layout_fault=strided_fault(facts.dtypes[0], facts.shapes, facts.strides),
+    )
 
 
-def request_of(
-    q, k=None, v=None, *, key_mask=None, lens=None, bias=None, causal=False, scale=None, return_lse=False
-) -> AttentionRequest:
+def request_of(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, **options) -> AttentionRequest:
     """The request that a call with these arguments makes; k and v default to q."""
     k = q if k is None else k
-    v = k if v is None else v
-    return AttentionRequest(
-        device=q.device.type,
-        dtype=q.dtype,
-        head_dim=q.shape[-1],
-        masked=key_mask is not None or lens is not None,
-        biased=bias is not None,
-        causal=causal,
-        return_lse=return_lse,
-        index=q.device.index,
-        capability=_capability(q.device.index) if q.device.type == "cuda" else None,
-        queries=q.shape[1],
-        keys=k.shape[1],
-        gradients=torch.is_grad_enabled() and (q.requires_grad or k.requires_grad or v.requires_grad),
-        tangents=forward_mode(),
-        positive_scale=scale is None or scale > 0,
-        layout_fault=layout_fault(q, k, v),
-    )
+    return _request(facts_of(q, k, k if v is None else v, **options))
 
 
 def order(request: AttentionRequest) -> tuple[str, ...]:
@@ -203,26 +238,13 @@ def order(request: AttentionRequest) -> tuple[str, ...]:
 
 
 def _choice(name: str, request: AttentionRequest) -> Backend:
-    candidates = [BY_NAME[n] for n in order(request)] if name == "auto" else BACKENDS
-    return choose("attention", candidates, name, request)
+    return choose("attention", BACKENDS, name, request, order(request))
 
 
-# What is compiled must not depend on a cache of this process, so only eager calls ask it.
-_eager_choice = functools.lru_cache(maxsize=1024)(_choice)
-
-
-def backend_name(name: str) -> str:
-    """A backend's name as the user wrote it, stripped and in lower case.
-
-    Raises:
-        UserError: no such backend; lists those there are.
-    """
-    known = ("auto", *BY_NAME)
-    found = name.strip().lower() if isinstance(name, str) else ""
-    if found not in known:
-        near = nearest_names(found, known)
-        raise UserError(f"attention: unknown backend {name!r}{near}; allowed: {', '.join(known)}")
-    return found
+@remembered
+def _decide(name: str, site: str, facts: Facts) -> Backend:
+    _check(site, facts)
+    return _choice(name, _request(facts))
 
 
 def explain_attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = None, **options) -> dict[str, str]:
@@ -235,7 +257,7 @@ def print_choice(
 ) -> None:
     """Prints which backend such a call would take and why each other one is not used or cannot be."""
     request = request_of(q, k, v, **options)
-    name = backend_name(backend)
+    name = backend_name("attention", backend, BY_NAME)
     tried = order(request)
     found = next((n for n in tried if BY_NAME[n].refusal(request) is None), None) if name == "auto" else name
     place = request.device if request.capability is None else f"sm_{request.capability[0]}{request.capability[1]}"
@@ -272,14 +294,10 @@ def attention(
     Raises:
         UserError: shapes that do not fit; an unknown or unusable backend, with the reason.
     """
-    _check(q, k, v, site, key_mask, lens)
     flags = {"key_mask": key_mask, "lens": lens, "bias": bias, "causal": causal, "scale": scale}
-    request = request_of(q, k, v, **flags, return_lse=return_lse)
-    pick = _choice if torch.compiler.is_compiling() else _eager_choice
-    chosen = pick(backend_name(backend), request)
     if return_lse:
         flags["return_lse"] = True
-    return chosen.run(q, k, v, **flags)
+    return _decide(backend, site, facts_of(q, k, v, **flags)).run(q, k, v, **flags)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -289,7 +307,7 @@ class Attention:
     backend: str = "auto"
 
     def __post_init__(self):
-        object.__setattr__(self, "backend", backend_name(self.backend))
+        object.__setattr__(self, "backend", backend_name("attention", self.backend, BY_NAME))
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor, **options):
         return attention(q, k, v, backend=self.backend, **options)

@@ -6,11 +6,13 @@ import sys
 import torch
 from torch import Tensor
 
+from kernels.dispatch import constant_result
+
 FA3 = "flash_attn_interface"
 FA4 = "flash_attn.cute"
 
 
-@torch.compiler.assume_constant_result
+@constant_result
 def installed(module: str) -> bool:
     """Whether a module can be imported, without importing it (its parent package is)."""
     if module in sys.modules:

@@ -5,37 +5,22 @@ Hkv, D]` in any strides with contiguous, 16-byte aligned rows: `[B, H, L, D]` te
 `x.transpose(1, 2)`, slices of a packed QKV as they are. Nothing here reads a value back from the device.
 """
 
-import importlib.util
 from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from core.errors import UserError
-from kernels.attention.tiles import DTYPES, HEAD_SIZES
-from kernels.op import differentiable, fold_batch, forward_mode, raw_op, unfold_batch
+from kernels.attention.tiles import HEAD_SIZES
+from kernels.dispatch import constant_result, remembered, triton_fault
+from kernels.op import differentiable, fold_batch, forward_mode, product_flops, raw_op, unfold_batch
+from kernels.tiles import DTYPES
 
 PRECISIONS = ("ieee", "tf32")
 N_INDEX = 5  # key_mask, starts_q, lens_q, starts_k, lens_k
 
 
-@torch.compiler.assume_constant_result
-def triton_fault(device_type: str) -> str | None:
-    """Why Triton cannot run on such a device, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "Triton is not installed"
-    if device_type == "cuda":
-        return None
-    if device_type == "cpu":
-        import triton
-
-        if triton.knobs.runtime.interpret:
-            return None
-        return "it needs a CUDA device; on CPU tensors Triton runs only under its interpreter (TRITON_INTERPRET=1)"
-    return f"it needs a CUDA device, the tensors are on {device_type}"
-
-
-@torch.compiler.assume_constant_result
+@constant_result
 def tangent_fault() -> str | None:
     """Why a call cannot be differentiated here, or None: a registered op would give a silent zero tangent."""
     if torch.compiler.is_compiling() and forward_mode():
@@ -43,23 +28,31 @@ def tangent_fault() -> str | None:
     return None
 
 
-def layout_fault(q: Tensor, k: Tensor, v: Tensor) -> str | None:
-    """Why the kernels cannot read these `[B, L, H, D]` tensors, or None."""
-    size = q.element_size()
-    if q.dtype not in DTYPES:
-        return f"it needs float16, bfloat16 or float32, got {q.dtype}"
-    if not HEAD_SIZES[0] <= q.shape[3] <= HEAD_SIZES[1]:
-        return f"head size {q.shape[3]} is outside of {HEAD_SIZES[0]} to {HEAD_SIZES[1]}"
-    for name, x in (("q", q), ("k", k), ("v", v)):
-        if x.stride(3) != 1:
-            return f"the last dimension of {name} is not contiguous (stride {x.stride(3)}); use .contiguous()"
+def strided_fault(dtype: torch.dtype, shapes: Sequence[Sequence[int]], strides: Sequence[Sequence[int]]) -> str | None:
+    """Why the kernels cannot read q, k, v of these shapes `[B, L, H, D]` and strides, or None."""
+    size, head_size = dtype.itemsize, shapes[0][3]
+    if dtype not in DTYPES:
+        return f"it needs float16, bfloat16 or float32, got {dtype}"
+    if not HEAD_SIZES[0] <= head_size <= HEAD_SIZES[1]:
+        return f"head size {head_size} is outside of {HEAD_SIZES[0]} to {HEAD_SIZES[1]}"
+    for name, shape, stride in zip("qkv", shapes, strides, strict=True):
+        if stride[3] != 1:
+            return f"the last dimension of {name} is not contiguous (stride {stride[3]}); use .contiguous()"
         for i in range(3):
-            if x.shape[i] > 1 and x.stride(i) * size % 16:
+            if shape[i] > 1 and stride[i] * size % 16:
                 return (
-                    f"{name}: stride {x.stride(i)} of dimension {i} is {x.stride(i) * size} bytes, not a multiple of "
+                    f"{name}: stride {stride[i]} of dimension {i} is {stride[i] * size} bytes, not a multiple of "
                     f"16; use a head size that is a multiple of {16 // size} or .contiguous()"
                 )
     return None
+
+
+_known_fault = remembered(strided_fault)
+
+
+def layout_fault(q: Tensor, k: Tensor, v: Tensor) -> str | None:
+    """Why the kernels cannot read these `[B, L, H, D]` tensors, or None."""
+    return _known_fault(q.dtype, (q.shape, k.shape, v.shape), (q.stride(), k.stride(), v.stride()))
 
 
 def _checked(q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -79,11 +72,6 @@ def _forward(
         return out.zero_(), lse.fill_(-torch.inf)
     index = (key_mask, starts_q, lens_q, starts_k, lens_k)
     return launch.forward(q, k, v, index, max_q, max_k, causal, scale, precision)
-
-
-def product_flops(q: Sequence[int], k: Sequence[int]) -> int:
-    """FLOPs of one product of scores and heads; shapes `[B, L, H, D]`. Packed sequences count as one long one."""
-    return 2 * q[0] * q[2] * q[1] * k[1] * q[3]
 
 
 def _forward_shapes(q, *rest):

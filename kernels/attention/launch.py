@@ -1,61 +1,49 @@
 """Launches the Triton attention kernels: grids, tile sizes, descriptors. Imports Triton, so only the ops import it."""
 
-import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention import triton_backward, triton_forward, triton_tangent
-from kernels.attention.tiles import Capability, Tiles, TileSet, padded, splits, tiles_for
+from kernels.attention.tiles import TileSet, splits, tiles_for
+from kernels.descriptors import Descriptor, describable, rows_of_heads
+from kernels.dispatch import capability_of, multiprocessors
+from kernels.tiles import Tiles, padded
 
 LOG2_E = 1.4426950408889634
 INTERPRETER_UNITS = 4
 
 
-def capability_of(x: Tensor) -> Capability | None:
-    """Compute capability of the GPU that holds `x`; None on a CPU, where Triton interprets."""
-    return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
-
-
 def choose_tiles(q: Tensor) -> TileSet:
     """The tiles for query `q [..., D]` on its device."""
-    return tiles_for(q.shape[-1], q.dtype, capability_of(q))
+    return tiles_for(q.shape[-1], q.dtype, capability_of(q.device))
 
 
-def describable(x: Tensor) -> bool:
-    """Whether the copy engine can address `x [B, L, H, D]`: 16-byte strides and base, no axis expanded."""
-    wide = lambda n, s: n == 1 or (s > 0 and s * x.element_size() % 16 == 0)  # noqa: E731
-    return (
-        x.data_ptr() % 16 == 0
-        and x.shape[3] * x.element_size() >= 16
-        and x.stride(3) == 1
-        and all(wide(n, s) for n, s in zip(x.shape[:3], x.stride()[:3]))
-    )
+def _by_engine(*tensors: Tensor) -> bool:
+    """Whether descriptors are used: they pay where products read shared memory (16-bit on Hopper), elsewhere they made
+    registers spill."""
+    capability = capability_of(tensors[0].device)
+    pays = capability is None or (capability[0] == 9 and tensors[0].element_size() == 2)
+    return pays and all(map(describable, tensors))
 
 
-def _copies_by_engine(x: Tensor) -> bool:
-    """Descriptors pay where products read shared memory (16-bit on Hopper); elsewhere they made registers spill."""
-    capability = capability_of(x)
-    return capability is None or (capability[0] == 9 and x.element_size() == 2)
-
-
-def _descriptors(tensors: list[Tensor], rows: list[int], width: int) -> tuple[bool, list]:
-    """Every tensor as a descriptor of `[1, 1, rows, width]` blocks over `[B, H, L, D]`, or all as they are."""
-    if not _copies_by_engine(tensors[0]) or not all(describable(x) for x in tensors):
-        return False, tensors
-    found = []
-    for x, n in zip(tensors, rows, strict=True):
-        y = x.transpose(1, 2)
-        # The stride of an axis of length 1 is arbitrary in PyTorch, and still has to be a multiple of 16 bytes.
-        strides = [s if size > 1 else 16 * width for size, s in zip(y.shape[:3], y.stride()[:3])]
-        found.append(TensorDescriptor(x, list(y.shape), [*strides, 1], [1, 1, n, width]))
-    return True, found
+def _operands(tma: bool, tensors: Sequence[Tensor], rows: Sequence[int]) -> Sequence:
+    """The tensors as descriptors of `rows` rows of a head each, or as they are."""
+    if not tma:
+        return tensors
+    width = padded(tensors[0].shape[3])
+    return [rows_of_heads(x, n, width) for x, n in zip(tensors, rows, strict=True)]
 
 
 def _strides(*tensors: Tensor) -> list[int]:
     """`[B, L, H, D]` strides in the order batch, head, row."""
-    return [x.stride(i) for x in tensors for i in (0, 2, 1)]
+    found = []
+    for x in tensors:
+        of_b, of_n, of_h, _ = x.stride()
+        found += of_b, of_h, of_n
+    return found
 
 
 def _bytes(key_mask: Tensor | None) -> Tensor | None:
@@ -64,7 +52,7 @@ def _bytes(key_mask: Tensor | None) -> Tensor | None:
 
 def _flags(q, index, causal, tma, precision) -> dict:
     key_mask, starts_q, _, _, lens_k = index
-    if q.dtype == torch.bfloat16 and capability_of(q) is None:
+    if q.dtype == torch.bfloat16 and not q.is_cuda:
         precision = "upcast"
     return {
         "D": q.shape[3], "BD": padded(q.shape[3]), "CAUSAL": causal, "MASKED": key_mask is not None,
@@ -114,10 +102,10 @@ def forward(
     tiles = choose_tiles(q).forward if tiles is None else tiles
     heads, group, n = q.shape[2], q.shape[2] // k.shape[2], _up(max_q, tiles.queries)
     out, lse = new_output(q, index[1] is not None), new_lse(q, index[1] is not None)
-    tma, operands = _descriptors([q, k, v], [tiles.queries, tiles.keys, tiles.keys], padded(q.shape[3]))
-    mask = _bytes(index[0])
+    tma = _by_engine(q, k, v)
     args = [
-        *operands, out, lse, mask, *index[1:], *_strides(q, k, v, out), lse.stride(0), lse.stride(1), k.shape[1],
+        *_operands(tma, (q, k, v), (tiles.queries, tiles.keys, tiles.keys)), out, lse, _bytes(index[0]),
+        *index[1:], *_strides(q, k, v, out), lse.stride(0), lse.stride(1), k.shape[1],
         heads, group, max_q, max_k, n, scale * LOG2_E,
     ]  # fmt: skip
     flags = _flags(q, index, causal, tma, precision) | {"BM": tiles.queries, "BN": tiles.keys}
@@ -141,11 +129,10 @@ def tangent(
     if packed:
         tlse.zero_()
     everything = [q, k, v, _rows(tq), _rows(tk), _rows(tv)]
-    rows = [tiles.queries, tiles.keys, tiles.keys] * 2
-    tma, operands = _descriptors(everything, rows, padded(q.shape[3]))
-    mask = _bytes(index[0])
+    tma = _by_engine(*everything)
     args = [
-        *operands, out, tout, lse, tlse, mask, *index[1:], *_strides(*everything, out, tout), lse.stride(0),
+        *_operands(tma, everything, [tiles.queries, tiles.keys, tiles.keys] * 2), out, tout, lse, tlse,
+        _bytes(index[0]), *index[1:], *_strides(*everything, out, tout), lse.stride(0),
         lse.stride(1), k.shape[1], heads, group, max_q, max_k, n, scale * LOG2_E,
     ]  # fmt: skip
     flags = _flags(q, index, causal, tma, precision) | {"BM": tiles.queries, "BN": tiles.keys, "KEYS": moving}
@@ -155,11 +142,10 @@ def tangent(
 
 def _rows(x: Tensor) -> Tensor:
     """`x` itself where the kernels can read it, else a copy: gradients and tangents arrive in any layout."""
-    return x if x.stride(-1) == 1 and describable(x) else x.contiguous()
+    return x if describable(x) else x.contiguous()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Call:
+class _Call(NamedTuple):
     """What the kernels of one backward pass share."""
 
     q: Tensor
@@ -172,6 +158,7 @@ class _Call:
     causal: bool
     scale: float
     precision: str
+    tma: bool
 
     @property
     def packed(self) -> bool:
@@ -189,8 +176,13 @@ def _largest(c: _Call) -> tuple[Tensor, Tensor]:
     return tuple(x.expand(c.sequences, -1).contiguous() for x in (k, v))
 
 
+def _streamed_rows(q: Tensor) -> int:
+    """Rows per program of the kernels that only read and write."""
+    return 64 if q.is_cuda else 32
+
+
 def _prepare(c: _Call, out, lse, dlse, length: int, fused: bool) -> tuple[Tensor, Tensor, Tensor | None]:
-    heads, rows = c.q.shape[2], 32 if capability_of(c.q) is None else 64
+    heads, rows = c.q.shape[2], _streamed_rows(c.q)
     base, delta, unit = (
         torch.empty(c.sequences, heads, length, dtype=torch.float32, device=c.q.device) if wanted else None
         for wanted in (True, True, fused)
@@ -211,7 +203,7 @@ def _prepare(c: _Call, out, lse, dlse, length: int, fused: bool) -> tuple[Tensor
 
 def _finish(c: _Call, sums: Tensor, unit: Tensor) -> Tensor:
     dq, heads, length = new_output(c.q, c.packed), c.q.shape[2], unit.shape[2]
-    rows = 32 if capability_of(c.q) is None else 64
+    rows = _streamed_rows(c.q)
     args = [
         sums, unit, dq, *c.index[1:3], *_strides(dq), heads, c.max_q, length // rows, length, c.scale * LOG2_E,
     ]  # fmt: skip
@@ -221,7 +213,7 @@ def _finish(c: _Call, sums: Tensor, unit: Tensor) -> Tensor:
 
 
 def _units(q: Tensor) -> int:
-    return torch.cuda.get_device_properties(q.device).multi_processor_count if q.is_cuda else INTERPRETER_UNITS
+    return multiprocessors(q.device) if q.is_cuda else INTERPRETER_UNITS
 
 
 def backward(
@@ -231,7 +223,8 @@ def backward(
     """Gradients of q, k and v. Bitwise repeatable: what several programs add to are integers, or partial sums that
     are added in order."""
     tiles = choose_tiles(q) if tiles is None else tiles
-    c = _Call(q, k, v, _rows(dout), index, max_q, max_k, causal, scale, precision)
+    g = _rows(dout)
+    c = _Call(q, k, v, g, index, max_q, max_k, causal, scale, precision, _by_engine(q, k, v, g))
     length = _up(max_q, 128) * 128
     fused = tiles.fused is not None and max_k >= tiles.fused_from
     base, delta, unit = _prepare(c, out, lse, dlse, length, fused)
@@ -253,18 +246,17 @@ def _backward_keys(c: _Call, base, delta, unit, sums, tiles: Tiles) -> tuple[Ten
     if parts > 1:
         new = torch.zeros if c.packed else torch.empty
         to = [new(parts, *x.shape, dtype=torch.float32, device=x.device) for x in to]
-    rows = [tiles.queries, tiles.keys, tiles.keys, tiles.queries]
-    tma, (q_, k_, v_, g_) = _descriptors([q, k, v, g], rows, padded(q.shape[3]))
-    bulk = tma and capability_of(q) is not None
+    bulk = c.tma and q.is_cuda
     if sums is not None and bulk:
-        sums = TensorDescriptor(sums, list(sums.shape), [q.shape[3], 1], [tiles.queries, padded(q.shape[3])])
+        sums = Descriptor(sums, list(sums.shape), [q.shape[3], 1], [tiles.queries, padded(q.shape[3])])
     one = to if parts == 1 else [x[0] for x in to]
     args = [
-        q_, k_, v_, g_, *to, base, delta, unit, sums, _bytes(c.index[0]), *c.index[1:], *_strides(q, k, v, g, *one),
+        *_operands(c.tma, (q, k, v, g), (tiles.queries, tiles.keys, tiles.keys, tiles.queries)), *to, base, delta, unit,
+        sums, _bytes(c.index[0]), *c.index[1:], *_strides(q, k, v, g, *one),
         k.shape[1], *[0 if parts == 1 else x.stride(0) for x in to], kv_heads, group, c.max_q, c.max_k, n, parts,
         base.shape[2], c.scale * LOG2_E,
     ]  # fmt: skip
-    flags = _flags(q, c.index, c.causal, tma, c.precision) | {
+    flags = _flags(q, c.index, c.causal, c.tma, c.precision) | {
         "BM": tiles.queries, "BN": tiles.keys, "FUSED": sums is not None, "BULK": bulk,
     }  # fmt: skip
     _run(triton_backward.backward_keys, programs * parts, tiles, q.device, args, flags)
@@ -278,12 +270,11 @@ def _backward_queries(c: _Call, base, delta, tiles: Tiles) -> Tensor:
     q, k, v, g = c.q, c.k, c.v, c.g
     heads, group, n = q.shape[2], q.shape[2] // k.shape[2], _up(c.max_q, tiles.queries)
     dq = new_output(q, c.packed)
-    rows = [tiles.queries, tiles.keys, tiles.keys, tiles.queries]
-    tma, (q_, k_, v_, g_) = _descriptors([q, k, v, g], rows, padded(q.shape[3]))
     args = [
-        q_, k_, v_, g_, dq, base, delta, _bytes(c.index[0]), *c.index[1:], *_strides(q, k, v, g, dq), k.shape[1],
+        *_operands(c.tma, (q, k, v, g), (tiles.queries, tiles.keys, tiles.keys, tiles.queries)), dq, base, delta,
+        _bytes(c.index[0]), *c.index[1:], *_strides(q, k, v, g, dq), k.shape[1],
         heads, group, c.max_q, c.max_k, n, base.shape[2], c.scale * LOG2_E,
     ]  # fmt: skip
-    flags = _flags(q, c.index, c.causal, tma, c.precision) | {"BM": tiles.queries, "BN": tiles.keys}
+    flags = _flags(q, c.index, c.causal, c.tma, c.precision) | {"BM": tiles.queries, "BN": tiles.keys}
     _run(triton_backward.backward_queries, c.sequences * heads * n, tiles, q.device, args, flags)
     return dq

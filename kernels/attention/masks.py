@@ -13,11 +13,11 @@ from torch import Tensor
 
 from core.errors import UserError, raise_faults
 from kernels.attention import planned_flex
-from kernels.attention.flash import triton_fault
 from kernels.attention.plan import BlockCausal, Intervals, Mask, delta, intervals, packed, tile_plan
 from kernels.attention.planned import planned_forward
-from kernels.attention.tiles import DTYPES, HEAD_SIZES, HOPPER, Tiles, TileSet, tiles_for
-from kernels.dispatch import Backend, choose, explain
+from kernels.attention.tiles import HEAD_SIZES, HOPPER, TileSet, tiles_for
+from kernels.dispatch import Backend, capability_of, choose, explain, not_interpreted, triton_fault
+from kernels.tiles import DTYPES, Tiles
 
 LN_2 = 0.6931471805599453
 
@@ -167,8 +167,7 @@ HOPPER_DKV = Tiles(64, 64, 4, 2)
 
 
 def _default_tiles(head_dim: int, dtype: torch.dtype, device: torch.device) -> TileSet:
-    capability = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    tiles = tiles_for(head_dim, dtype, capability)
+    tiles = tiles_for(head_dim, dtype, capability_of(device))
     return dataclasses.replace(tiles, dkv=HOPPER_DKV) if tiles is HOPPER[128] else tiles
 
 
@@ -196,9 +195,8 @@ def plan_attention(
         UserError: an unknown backend, or one that cannot serve, with the reason.
     """
     device, spans = torch.device(device), intervals(mask)
-    name = backend.strip().lower()
-    name = "reference" if name == "auto" and device.type == "cpu" else name
-    name = choose("attention over a plan", MASK_BACKENDS, name, _request(spans, head_dim, dtype, device)).name
+    request, auto = _request(spans, head_dim, dtype, device), not_interpreted(device.type)
+    name = choose("attention over a plan", MASK_BACKENDS, backend, request, auto).name
     bounds = _moved(spans.bounds, device)
     turn = sink_rotation(mask, head_dim, theta) if isinstance(mask, BlockCausal) else None
     plans = numbers = None

@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 
 from core.errors import UserError
-from kernels.attention.flash import layout_fault, triton_fault
+from kernels.attention.flash import layout_fault
+from kernels.dispatch import triton_fault
 from kernels.op import differentiable, fold_batch, raw_op, unfold_batch
 
 

@@ -5,10 +5,10 @@ from collections.abc import Sequence
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
 from kernels.attention.planned_triton import dkv_kernel, dq_kernel, forward_kernel
-from kernels.attention.tiles import padded
+from kernels.descriptors import rows_of_heads
+from kernels.tiles import padded
 
 LOG2_E = 1.4426950408889634
 # Heads that share the machine at a time. Programs of one head that run together read the same keys from the L2 cache,
@@ -16,15 +16,9 @@ LOG2_E = 1.4426950408889634
 HEADS_AT_ONCE = 16
 
 
-def _descriptor(x: Tensor, rows: int) -> TensorDescriptor:
-    """Loads of `rows` rows of one head of `x [B, L, H, D]`, by the bulk copy engine where there is one.
-
-    Axes in the order B, H, L, D: the compiler keeps a tile in shared memory only if leading axes alone have length 1.
-    """
-    shape = [x.shape[i] for i in (0, 2, 1, 3)]
-    # The stride of an axis of length 1 means nothing, yet has to be a multiple of 16 bytes.
-    strides = [16 * x.shape[3] if n == 1 else x.stride(i) for n, i in zip(shape, (0, 2, 1), strict=False)]
-    return TensorDescriptor(x, shape, [*strides, 1], [1, 1, rows, padded(x.shape[3])])
+def _descriptor(x: Tensor, rows: int):
+    """Loads of `rows` rows of one head of `x [B, L, H, D]`, by the bulk copy engine where there is one."""
+    return rows_of_heads(x, rows, padded(x.shape[3]))
 
 
 def _flags(q: Tensor, tile: Sequence[int]) -> dict:

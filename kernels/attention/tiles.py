@@ -1,24 +1,14 @@
 """Which tile a Triton attention kernel uses, by head size, element size and GPU: a table, no tuner."""
 
 import dataclasses
+import functools
 
 import torch
 
 from core.errors import UserError
+from kernels.tiles import Capability, Tiles, padded
 
-Capability = tuple[int, int]
 HEAD_SIZES = (16, 256)
-DTYPES = (torch.float16, torch.bfloat16, torch.float32)
-
-
-@dataclasses.dataclass(frozen=True)
-class Tiles:
-    """`queries x keys` scores per step, `warps` per program, `stages` of the copies that run ahead."""
-
-    queries: int
-    keys: int
-    warps: int
-    stages: int
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,11 +56,6 @@ SWEEP_DQ = (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 4), Tiles(64, 64, 4, 2), Til
 INTERPRETER = TileSet(Tiles(32, 16, 1, 1), Tiles(16, 32, 1, 1), Tiles(32, 16, 1, 1), Tiles(16, 32, 1, 1))
 
 
-def padded(head_size: int) -> int:
-    """The power of two, at least 16, that a kernel computes with for a head size."""
-    return max(16, 1 << (head_size - 1).bit_length())
-
-
 def tiles_for(head_size: int, dtype: torch.dtype, capability: Capability | None) -> TileSet:
     """The tiles for a head size of 16 to 256; `capability` None is the interpreter on a CPU.
 
@@ -85,6 +70,7 @@ def tiles_for(head_size: int, dtype: torch.dtype, capability: Capability | None)
     return table[max(64, padded(head_size))]
 
 
+@functools.lru_cache(maxsize=4096)
 def splits(programs: int, steps: int, units: int) -> int:
     """Into how many parts the queries of a program are split, so that few key tiles still fill `units` processors.
 

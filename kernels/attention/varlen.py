@@ -3,8 +3,9 @@
 import torch
 from torch import Tensor
 
-from core.errors import UserError, nearest_names, raise_faults
-from kernels.attention.flash import flash_varlen, layout_fault, triton_fault
+from core.errors import UserError, raise_faults
+from kernels.attention.flash import flash_varlen, layout_fault
+from kernels.dispatch import backend_name, triton_fault
 
 VARLEN_BACKENDS = ("triton", "reference")
 
@@ -82,11 +83,7 @@ def attention_varlen(
         UserError: shapes that do not fit; an unknown or unusable backend, with the reason.
     """
     raise_faults("attention_varlen: the arguments do not fit", _faults(q, k, v, cu_q, cu_k))
-    name = backend.strip().lower()
-    if name not in ("auto", *VARLEN_BACKENDS):
-        allowed = ", ".join(("auto", *VARLEN_BACKENDS))
-        near = nearest_names(name, VARLEN_BACKENDS)
-        raise UserError(f"attention_varlen: unknown backend {backend!r}{near}; allowed: {allowed}")
+    name = backend_name("attention_varlen", backend, VARLEN_BACKENDS)
     if name == "auto":
         name = "triton" if q.is_cuda and _triton_refusal(q, k, v) is None else "reference"
     elif name == "triton" and (reason := _triton_refusal(q, k, v)) is not None:

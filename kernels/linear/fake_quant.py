@@ -17,10 +17,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from core.errors import UserError, nearest_names
-from kernels.dispatch import Backend
+from kernels.dispatch import Backend, choose, not_interpreted
 from kernels.linear.reference import BLOCK, fp8_block_scales, fp8_scale, per_element, round_fp8
 from kernels.op import differentiable, fold_batch, raw_op, unfold_batch
-from kernels.qat.nvfp4 import Request, fake_quant_nvfp4, pick, triton_refusal
+from kernels.qat.nvfp4 import Request, fake_quant_nvfp4, triton_refusal
 
 Format = Literal["nvfp4", "fp8", "fp8_block"]
 Role = Literal["weight", "activation"]
@@ -81,7 +81,8 @@ def fake_quant(x: Tensor, format: Format, role: Role, *, backend: str = "auto") 
         return fake_quant_nvfp4(x, backend=backend)
     if x.ndim == 0 or not x.is_floating_point():
         raise UserError(f"fake_quant: needs a floating-point tensor [..., K], got {list(x.shape)} {x.dtype}")
-    name = pick("fake_quant", BACKENDS, backend, Request(x.device.type, x.dtype)).name
+    request, auto = Request(x.device.type, x.dtype), not_interpreted(x.device.type)
+    name = choose("fake_quant", BACKENDS, backend, request, auto).name
     if x.numel() == 0:
         return x.clone()
     scale = None if format == "fp8_block" else fp8_scale(x.detach().abs().amax()).reshape(1)

@@ -5,6 +5,9 @@ import functools
 
 import torch
 
+from kernels.dispatch import multiprocessors
+from kernels.tiles import power_of_two
+
 
 @dataclasses.dataclass(frozen=True)
 class Launch:
@@ -81,6 +84,7 @@ ALTERNATIVES: dict[str, tuple[Launch, ...]] = {
 }  # fmt: skip
 
 
+@functools.lru_cache(maxsize=4096)
 def launch_of(kernel: str, width: int, column_bytes: int) -> Launch:
     """The launch of `kernel` for rows of `width` elements, with fewer stages where shared memory asks for it.
 
@@ -90,17 +94,6 @@ def launch_of(kernel: str, width: int, column_bytes: int) -> Launch:
     launch = next(launch for limit, launch in LAUNCHES[kernel] if width <= limit)
     stage = launch.rows * power_of_two(width) * column_bytes
     return dataclasses.replace(launch, stages=max(1, min(launch.stages, 1 + SHARED_BYTES // stage)))
-
-
-def power_of_two(n: int) -> int:
-    """The smallest power of two that is at least n."""
-    return 1 << max(0, n - 1).bit_length()
-
-
-@functools.cache
-def multiprocessors(device: torch.device) -> int:
-    """Of a CUDA device; 2 for a CPU, where the interpreter runs one program after another."""
-    return torch.cuda.get_device_properties(device).multi_processor_count if device.type == "cuda" else 2
 
 
 def programs_per_sample(launch: Launch, device: torch.device, samples: int, tokens: int) -> int:

@@ -8,7 +8,8 @@ imported when a kernel is launched, never before.
 import torch
 from torch import Tensor
 
-from kernels.norm.config import Launch, launch_of, power_of_two, programs_per_sample
+from kernels.norm.config import Launch, launch_of, programs_per_sample
+from kernels.tiles import power_of_two
 
 COLUMNS, DEPTH = 32, 64  # the tile in which partial sums are added
 

@@ -7,8 +7,9 @@ Shapes: q, k `[B, T, H, D]` alike, any strides but 1 along D; weights `[W, H*D]`
 import torch
 from torch import Tensor
 
-from kernels.norm.config import Launch, launch_of, power_of_two, programs_per_sample
+from kernels.norm.config import Launch, launch_of, programs_per_sample
 from kernels.norm.launch import COLUMNS, DEPTH, absent, packed, unit
+from kernels.tiles import power_of_two
 
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:

@@ -12,12 +12,12 @@ from torch import Tensor
 
 from core.errors import UserError, raise_faults
 from kernels.attention import SITES, Attention, Site
-from kernels.attention.flash import product_flops, triton_fault
-from kernels.dispatch import Backend, explain
-from kernels.op import differentiable, fold_batch, raw_op, unfold_batch
-from kernels.qat.nvfp4 import nvfp4_global_scale, pick
+from kernels.dispatch import Backend, capability_of, choose, explain, not_interpreted, spelled, triton_fault
+from kernels.op import differentiable, fold_batch, product_flops, raw_op, unfold_batch
+from kernels.qat.nvfp4 import nvfp4_global_scale
 from kernels.qat.reference import backward_reference, forward_reference
 from kernels.qat.tiles import HEAD_SIZES
+from kernels.tiles import DTYPES
 
 PScale = Literal["group", "static", "row"]
 ValueGradient = Literal["consistent", "published"]
@@ -33,23 +33,13 @@ class QatRequest:
     capability: tuple[int, int] | None = None
 
 
-@torch.compiler.assume_constant_result
-def _triton_fault(device_type: str) -> str | None:
-    return triton_fault(device_type)
-
-
-@torch.compiler.assume_constant_result
-def _capability(index: int | None) -> tuple[int, int]:
-    return torch.cuda.get_device_capability(index)
-
-
 def _triton_refusal(request: QatRequest) -> str | None:
-    if request.dtype not in (torch.bfloat16, torch.float16, torch.float32):
+    if request.dtype not in DTYPES:
         return f"it takes bfloat16, float16 and float32, got {request.dtype}"
     if request.capability is not None and request.capability[0] < 9:
         major, minor = request.capability
         return f"it needs compute capability 9.0 or newer (tensor descriptors), the device has {major}.{minor}"
-    return _triton_fault(request.device)
+    return triton_fault(request.device)
 
 
 def _native_refusal(request: QatRequest) -> str | None:
@@ -185,7 +175,7 @@ def _check(q, k, v, lens, scale, p_scale, dv) -> None:
 
 
 def _request(q: Tensor) -> QatRequest:
-    return QatRequest(q.device.type, q.dtype, q.shape[-1], _capability(q.device.index) if q.is_cuda else None)
+    return QatRequest(q.device.type, q.dtype, q.shape[-1], capability_of(q.device))
 
 
 def explain_qat_attention(q: Tensor) -> dict[str, str]:
@@ -252,7 +242,7 @@ def qat_attention(
         UserError: arguments that do not fit; an unknown or unusable backend, with the reason.
     """
     _check(q, k, v, lens, scale, p_scale, dv)
-    name = pick("qat_attention", BACKENDS, backend, _request(q)).name
+    name = choose("qat_attention", BACKENDS, backend, _request(q), not_interpreted(q.device.type)).name
     empty = k.numel() == 0 or q.numel() == 0
     mean = _mean(k, lens) if smooth_k and not empty else None
     encode = _global_scales(q, k, v, mean, lens) if global_scales and not empty else None
@@ -281,7 +271,7 @@ class QatAttention:
     def __post_init__(self):
         known = ("auto", *(b.name for b in BACKENDS))
         faults = [f"site {s!r} is none of {', '.join(SITES)}" for s in self.sites if s not in SITES]
-        if self.backend.strip().lower() not in known:
+        if spelled(self.backend) not in known:
             faults.append(f"backend {self.backend!r} is none of {', '.join(known)}")
         raise_faults("QatAttention: the settings do not fit", faults)
 

@@ -9,12 +9,14 @@ import dataclasses
 import torch
 import triton
 from torch import Tensor
-from triton.tools.tensor_descriptor import TensorDescriptor
 
+from kernels.descriptors import Descriptor
+from kernels.dispatch import capability_of
 from kernels.qat.backward_triton import key_gradient, query_gradient, ready
 from kernels.qat.forward_triton import forward
 from kernels.qat.parts_triton import prepare
-from kernels.qat.tiles import Plan, padded, plan
+from kernels.qat.tiles import Plan, plan
+from kernels.tiles import padded
 
 LOG2E = 1.4426950408889634
 KEYS = 64
@@ -36,7 +38,7 @@ class _Call:
 
 def _call(q: Tensor, k: Tensor, lens: Tensor | None, encode: Tensor | None, causal: bool, tiles: Plan | None) -> _Call:
     (b, lq, h, d), lk = q.shape, k.shape[1]
-    chosen = tiles if tiles is not None else plan(d, torch.cuda.get_device_capability(q.device) if q.is_cuda else None)
+    chosen = tiles if tiles is not None else plan(d, capability_of(q.device))
     step = max(KEYS, chosen.forward.queries, chosen.dq.queries, chosen.dkv.queries)
     sizes = (lq, lk, -(-lq // step) * step, -(-lk // KEYS) * KEYS, h, d)
     flags = dict(LENS=lens is not None, GLOBAL=encode is not None, CAUSAL=causal, DP=padded(d))
@@ -78,8 +80,9 @@ def _operands(q, k, v, k_mean, encode, call: _Call) -> tuple[Tensor, Tensor, Ten
     )
 
 
-def _blocks(x: Tensor, rows: int) -> TensorDescriptor:
-    return TensorDescriptor.from_tensor(x, [rows, x.shape[1]])
+def _blocks(x: Tensor, rows: int) -> Descriptor:
+    """Blocks of whole rows of what `_dense` made."""
+    return Descriptor(x, list(x.shape), list(x.stride()), [rows, x.shape[1]])
 
 
 def run_forward(

@@ -12,16 +12,14 @@ exactly. Gradients and tangents pass straight through.
 """
 
 import dataclasses
-from collections.abc import Sequence
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from core.errors import UserError
-from kernels.attention.flash import triton_fault
-from kernels.dispatch import Backend, choose, explain
+from kernels.dispatch import Backend, choose, explain, not_interpreted, remembered, triton_fault
 from kernels.op import differentiable, fold_batch, raw_op, unfold_batch
+from kernels.tiles import DTYPES
 
 GROUP = 16
 E2M1_MAX = 6.0
@@ -86,15 +84,11 @@ class Request:
     dtype: torch.dtype
 
 
-# Asked for at every call, also of code that is being compiled, where it becomes a constant.
-_fault = torch.compiler.assume_constant_result(triton_fault)
-
-
 def triton_refusal(request: Request) -> str | None:
     """Why Triton kernels cannot serve, or None. CPU tensors run under Triton's interpreter only."""
-    if request.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+    if request.dtype not in DTYPES:
         return f"it takes float32, bfloat16 and float16, got {request.dtype}"
-    return _fault(request.device)
+    return triton_fault(request.device)
 
 
 def _run_triton(kind: str, x: Tensor, global_scale: Tensor | None):
@@ -116,10 +110,9 @@ BACKENDS = (
 )
 
 
-def pick(op: str, backends: Sequence[Backend], backend: str, request: Any) -> Backend:
-    """`choose` with the name stripped and lowered, where `"auto"` on a CPU is the reference, interpreter or not."""
-    name = backend.strip().lower()
-    return choose(op, backends, "reference" if name == "auto" and request.device == "cpu" else name, request)
+@remembered
+def _backend(op: str, name: str, device: str, dtype: torch.dtype) -> str:
+    return choose(op, BACKENDS, name, Request(device, dtype), not_interpreted(device)).name
 
 
 def explain_nvfp4(x: Tensor) -> dict[str, str]:
@@ -175,7 +168,7 @@ def _prepared(op: str, x: Tensor, global_scale: Tensor | None, backend: str):
         )
     if global_scale is not None and global_scale.numel() != 1:
         raise UserError(f"{op}: the global scale is one number per tensor, got shape {list(global_scale.shape)}")
-    name = pick(op, BACKENDS, backend, Request(x.device.type, x.dtype)).name
+    name = _backend(op, backend, x.device.type, x.dtype)
     scale = None if global_scale is None else global_scale.detach().float().reshape(1)
     return (x if x.ndim > 1 else x[None]), scale, name
 

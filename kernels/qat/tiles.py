@@ -2,9 +2,7 @@
 
 import dataclasses
 
-from kernels.attention.tiles import Capability, Tiles, padded
-
-__all__ = ["ALTERNATIVES", "HEAD_SIZES", "MEASURED", "Plan", "Tiles", "padded", "plan"]
+from kernels.tiles import Capability, Tiles, padded
 
 HEAD_SIZES = tuple(range(16, 257, 16))
 MEASURED: tuple[int, ...] = (64, 128)  # head sizes whose times are in benchmarks/results

@@ -3,6 +3,7 @@
 import os
 
 import torch
+from hypothesis import settings
 
 if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
@@ -17,5 +18,12 @@ if not torch.cuda.is_available():
         scope.set_attr(tensor, "__index__", lambda self: self.handle.data.item())
 
     interpreter._patch_lang_tensor = _with_index
+
+
+def few(n: int) -> settings:
+    """At most n examples of what is slow when interpreted; as many as the profile says with HYPOTHESIS_PROFILE=slow."""
+    allowed = settings().max_examples
+    return settings(max_examples=allowed if allowed > 100 else min(n, allowed))
+
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")

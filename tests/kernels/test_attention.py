@@ -184,18 +184,18 @@ def test_a_cached_choice_depends_on_every_part_of_the_request():
     """Equal calls ask no backend again; another dtype, shape, mask, device or name does."""
     q = torch.randn(1, 2, 1, 16)
     attention(q, q, q, site="self")
-    hits = dispatch._eager_choice.cache_info().hits
+    hits = dispatch._decide.cache_info().hits
     attention(q, q, q, site="self")
-    assert dispatch._eager_choice.cache_info().hits == hits + 1
+    assert dispatch._decide.cache_info().hits == hits + 1
     changes = [{"dtype": torch.float16}, {"queries": 3}, {"masked": True}, {"index": 1}, {"return_lse": True}]
     assert len({request(), *(request(**c) for c in changes)}) == 1 + len(changes)
 
 
 def test_compiled_code_leaves_the_cache_alone():
     q = torch.randn(1, 7, 1, 16)
-    before = dispatch._eager_choice.cache_info()
+    before = dispatch._decide.cache_info()
     torch.compile(lambda q: attention(q, q, q, site="self"), fullgraph=True, backend="eager")(q)
-    assert dispatch._eager_choice.cache_info() == before
+    assert dispatch._decide.cache_info() == before
 
 
 @pytest.mark.parametrize("name, module", [("fa3", "flash_attn_interface"), ("fa4", "flash_attn.cute")])

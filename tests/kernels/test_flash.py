@@ -91,7 +91,7 @@ def laid_out(x, layout):
     return torch.stack([x, x], 2)[:, :, 1] if layout == "packed" else x
 
 
-@settings(max_examples=60 if GPU else 8)
+@(settings(max_examples=60) if GPU else interpret.few(6))
 @given(case=cases())
 def test_equals_float64(case):
     """Outputs, log-sum-exp and all gradients, at any length, head grouping, mask, dtype and layout."""
@@ -139,7 +139,7 @@ def with_fused(monkeypatch, wanted: bool) -> None:
     from kernels.attention import launch
 
     def chosen(q):
-        tiles = tiles_for(q.shape[-1], q.dtype, launch.capability_of(q))
+        tiles = tiles_for(q.shape[-1], q.dtype, launch.capability_of(q.device))
         one = tiles.dkv if tiles.fused is None else tiles.fused
         return dataclasses.replace(tiles, fused=one if wanted else None, fused_from=0)
 
@@ -151,8 +151,16 @@ def fused(monkeypatch):
     with_fused(monkeypatch, True)
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("options", [{}, {"causal": True}, {"lens": True}, {"key_mask": True, "causal": True}], ids=str)
+@pytest.mark.parametrize(
+    "options, dtype",
+    [
+        ({}, torch.bfloat16),
+        ({"causal": True}, torch.float16),
+        ({"lens": True}, torch.bfloat16),
+        ({"key_mask": True, "causal": True}, torch.float16),
+    ],
+    ids=str,
+)
 def test_one_kernel_for_all_gradients(fused, options, dtype):
     options = dict(options)
     if "lens" in options:
@@ -343,7 +351,7 @@ def test_further_derivatives_are_refused_not_zero():
         grad(lambda q: jvp(f, (q,), (q,))[1])(q)
 
 
-@pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["aot_eager", "inductor"] if GPU else ["aot_eager"])
 def test_one_graph_and_the_same_numbers(backend):
     """torch.compile(fullgraph=True), forward and backward, through the front door, with the mask as an input."""
     lens = torch.tensor([9, 18], device=DEVICE)

@@ -75,7 +75,7 @@ def masks(draw):
     return block_mask(blocks, bq, bk, lq, lk), blocks.repeat(bq, 0).repeat(bk, 1)[:lq, :lk]
 
 
-@settings(max_examples=60)
+@settings(max_examples=max(60, settings().max_examples))
 @given(case=masks(), tile_q=st.sampled_from([4, 8, 16]), tile_k=st.sampled_from([4, 8, 16]), transposed=st.booleans())
 def test_a_plan_visits_what_is_visible_and_nothing_else(case, tile_q, tile_k, transposed):
     mask, seen = case

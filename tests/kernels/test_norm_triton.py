@@ -84,7 +84,7 @@ def test_gated_residual_and_its_gradients(gate, gating, dtype, t):
 
 @pytest.mark.parametrize("d, kind", [(5, "layer"), (5, "rms"), (8200, "layer"), (16384, "rms")])
 def test_any_width_up_to_the_limit(d, kind):
-    inputs = {"x": randn(0, 1, 2, d), "weight": randn(1, d), "scale": randn(2, 1, 1, d)}
+    inputs = {"x": randn(0, 1, 1 if d > 8192 else 2, d), "weight": randn(1, d), "scale": randn(2, 1, 1, d)}
     kernel, plain = (functools.partial(f, kind=kind, eps=1e-5) for f in (NORM, reference.norm_modulate))
     check(kernel, plain, inputs, torch.float32)
     one = randn(3, 1, 3, 1)  # its gradient is a difference of equal numbers, so only the value is compared

@@ -5,9 +5,9 @@ import functools
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
-from interpret import DEVICE
+from interpret import DEVICE, few
 from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
@@ -162,7 +162,8 @@ def check(qkvg, **options):
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 def test_kernels_equal_the_reference(size, options):
     lq, lk, d = size
-    check(draws((2, lq, 2, d), (2, lk, 2, d), 1, DTYPE), **prepared(options))
+    heads = 2 if BIG or options.get("smooth_k") else 1
+    check(draws((2, lq, heads, d), (2, lk, heads, d), 1, DTYPE), **prepared(options))
 
 
 @given(
@@ -173,7 +174,7 @@ def test_kernels_equal_the_reference(size, options):
     causal=st.booleans(),
     seed=st.integers(0, 10**6),
 )
-@settings(max_examples=8, deadline=None, derandomize=True)
+@few(6)
 def test_lengths_head_sizes_and_strides(lq, lk, d, layout, causal, seed):
     """Views of `[B, H, L, D]` and of a packed projection, more queries than keys, a single query or key."""
     qkvg = draws((1, lq, 2, d), (1, lk, 2, d), seed, DTYPE)
@@ -352,7 +353,7 @@ def test_what_each_architecture_is_told(monkeypatch, capability, native, triton)
 def test_a_cpu_is_told_why_and_gets_the_reference(monkeypatch):
     request = QatRequest("cpu", torch.float32, 16)
     assert "tensors are on cpu" in module._native_refusal(request)
-    monkeypatch.setattr(module, "_triton_fault", lambda device: "Triton is not installed")
+    monkeypatch.setattr(module, "triton_fault", lambda device: "Triton is not installed")
     q = torch.zeros(1, 2, 2, 16)
     with pytest.raises(UserError, match="'triton' cannot serve this call: Triton is not installed"):
         qat_attention(q, q, q, backend="triton")

@@ -13,7 +13,7 @@ from wan_cases import diffusers_model, random_inputs, random_params, tiny_config
 from core import keys
 from core.interop import from_module, to_module
 from core.scan import compiled, recompute, scan
-from kernels import Attention
+from kernels import Attention, fake_quant_nvfp4, nvfp4_global_scale, quantise_nvfp4
 from nn import layers, rope, wan
 from nn.run import Run
 from nn.wan_inputs import model_inputs
@@ -70,6 +70,22 @@ def test_a_scaled_weight_is_its_codes_times_the_scale(codes, shape, dtype):
     assert torch.equal(layers.linear(p, "l", x), expected)
     without = layers.linear({k: v for k, v in p.items() if k != "l.weight_scale"}, "l", x)
     assert not torch.allclose(without, expected)
+
+
+@pytest.mark.parametrize("scaled", [False, True], ids=["group scales", "and a global one"])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_nvfp4_codes_are_the_weight_that_fake_quantisation_imitates(scaled, dtype):
+    """Codes, group scales and the global scale are leaves of the tree."""
+    t = {k: v.float() for k, v in normals(3, w=(4, 32), x=(5, 32)).items()}
+    top = nvfp4_global_scale(t["w"]) if scaled else None
+    codes, scales = quantise_nvfp4(t["w"], top)
+    p = {"l.weight": codes, "l.weight_scale": scales} | ({"l.weight_global_scale": top} if scaled else {})
+    x = t["x"].to(dtype)
+    ours = layers.linear(p, "l", x)
+    assert torch.equal(ours, F.linear(x, fake_quant_nvfp4(t["w"], top).to(dtype)))
+    if scaled:
+        del p["l.weight_global_scale"]
+        assert not torch.allclose(layers.linear(p, "l", x), ours)
 
 
 def test_fake_quantisation_rounds_to_codes_and_lets_the_gradient_through():
