@@ -10,7 +10,7 @@ from pathlib import Path
 import matplotlib.image
 import pytest
 import torch
-from real_cases import same_video
+from real_cases import without_loss
 from safetensors.torch import load_file, save_file
 
 from core.errors import UserError
@@ -19,6 +19,12 @@ from infer.__main__ import main, parser, sampling_of
 from infer.folder import INDEX, Defaults, load_pipeline, save_pipeline
 from infer.generate import Sampling
 from infer.media import read_video
+
+
+@pytest.fixture(autouse=True)
+def lossless(monkeypatch):
+    without_loss(monkeypatch)
+
 
 ROOT = Path(__file__).parents[2]
 WEIGHTS = "transformer/diffusion_pytorch_model.safetensors"
@@ -100,8 +106,10 @@ def test_prompts_and_settings_matter(tiny, out, no_sheet):
         frames_of(tiny.folder, out, *strong), frames_of(tiny.folder, out, *strong, "--guidance-rescale", 1)
     )
     # Two passes compute the same; a level of rounding and the codec's loss remain.
-    assert same_video(frames_of(tiny.folder, out, "--two-pass-guidance"), base)
-    assert same_video(frames_of(tiny.folder, out, "--attention-backend", "reference"), base)
+    two = frames_of(tiny.folder, out, "--two-pass-guidance")
+    assert (two.int() - base.int()).abs().max() <= 8
+    again = frames_of(tiny.folder, out, "--attention-backend", "reference")
+    assert (again.int() - base.int()).abs().max() <= 8
 
 
 @pytest.mark.parametrize("batched", [False, True])

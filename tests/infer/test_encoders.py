@@ -10,7 +10,7 @@ import pytest
 import torch
 from hypothesis import given
 from hypothesis import strategies as st
-from real_cases import pictures, random_frames, same_video, write_png
+from real_cases import pictures, random_frames, same_video, without_loss, write_png
 from safetensors.torch import load_file, save_file
 
 from core.errors import UserError
@@ -20,6 +20,12 @@ from infer.__main__ import main
 from infer.encoders import clean_prompt, load_image_encoder, load_text_encoder
 from infer.folder import INDEX, load_pipeline, open_pipeline, save_pipeline
 from infer.media import read_video
+
+
+@pytest.fixture(autouse=True)
+def lossless(monkeypatch):
+    without_loss(monkeypatch)
+
 
 CPU = torch.device("cpu")
 

@@ -20,6 +20,7 @@ from real_cases import (
     random_frames,
     same_video,
     save_image_encoder,
+    without_loss,
     write_png,
 )
 
@@ -39,6 +40,12 @@ from train.rows import I2V, T2V
 from train.run import train
 from train.setup import prepare
 from train.validate import check_prompts
+
+
+@pytest.fixture(autouse=True)
+def lossless(monkeypatch):
+    without_loss(monkeypatch)
+
 
 KEY = keys.key(5)
 DATA, KIND, TOTAL = "training.data.data_path", "training.data.preprocessed_data_type", "training.loop.max_train_steps"
