@@ -115,11 +115,10 @@ def _backward_with(tiles, shape, device):
 
 
 def _sweep_backward(shape, device) -> Case:
-    """Fused kernels, then the pair of kernels, one of the two varied at a time."""
-    base = dataclasses.replace(tile_tables.HOPPER[tile_tables.padded(shape[4])], fused=None)
-    sets = {f"fused {_label(t)}": dataclasses.replace(base, fused=t, fused_from=0) for t in tile_tables.SWEEP_FUSED}
-    sets |= {f"pair, dkv {_label(t)}": dataclasses.replace(base, dkv=t) for t in tile_tables.SWEEP_DKV}
-    sets |= {f"pair, dq {_label(t)}": dataclasses.replace(base, dq=t) for t in tile_tables.SWEEP_DQ}
+    """The two kernels, one of them varied at a time."""
+    base = tile_tables.HOPPER[tile_tables.padded(shape[4])]
+    sets = {f"dkv {_label(t)}": dataclasses.replace(base, dkv=t) for t in tile_tables.SWEEP_DKV}
+    sets |= {f"dq {_label(t)}": dataclasses.replace(base, dq=t) for t in tile_tables.SWEEP_DQ}
     ours = {f"ours, {name}": _backward_with(tiles, shape, device) for name, tiles in sets.items()}
     peers = {"sdpa_cudnn": _backward(_named("sdpa_cudnn"), shape, device)}
     return Case("attention sweep bwd", str(shape), {}, peers, 2.5 * _flops(shape), variants=ours)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.attention import triton_backward, triton_forward, triton_tangent
 from kernels.attention.tiles import TileSet, splits, tiles_for
-from kernels.descriptors import Descriptor, describable, rows_of_heads
+from kernels.descriptors import describable, rows_of_heads
 from kernels.dispatch import capability_of, multiprocessors
 from kernels.tiles import Tiles, padded
 
@@ -169,47 +169,25 @@ class _Call(NamedTuple):
         return _sequences(self.q, self.index)
 
 
-def _largest(c: _Call) -> tuple[Tensor, Tensor]:
-    """The largest |element| of k and the largest row norm of v, `[sequences, kv heads]` (packed: of all sequences)."""
-    k = torch.linalg.vector_norm(c.k, torch.inf, dim=(1, 3), dtype=torch.float32)
-    v = torch.linalg.vector_norm(c.v, dim=3, dtype=torch.float32).amax(1)
-    return tuple(x.expand(c.sequences, -1).contiguous() for x in (k, v))
-
-
 def _streamed_rows(q: Tensor) -> int:
     """Rows per program of the kernels that only read and write."""
     return 64 if q.is_cuda else 32
 
 
-def _prepare(c: _Call, out, lse, dlse, length: int, fused: bool) -> tuple[Tensor, Tensor, Tensor | None]:
+def _prepare(c: _Call, out, lse, dlse, length: int) -> tuple[Tensor, Tensor]:
     heads, rows = c.q.shape[2], _streamed_rows(c.q)
-    base, delta, unit = (
-        torch.empty(c.sequences, heads, length, dtype=torch.float32, device=c.q.device) if wanted else None
-        for wanted in (True, True, fused)
+    base, delta = (
+        torch.empty(c.sequences, heads, length, dtype=torch.float32, device=c.q.device) for _ in range(2)
     )
-    largest = _largest(c) if fused else (None, None)
     args = [
-        out, c.g, lse, dlse, base, delta, unit, *largest, *c.index[1:3], *_strides(out, c.g), lse.stride(0),
-        lse.stride(1), *([0, 0, 0] if dlse is None else dlse.stride()), heads, heads // c.k.shape[2], c.max_q,
-        length // rows,
+        out, c.g, lse, dlse, base, delta, *c.index[1:3], *_strides(out, c.g), lse.stride(0), lse.stride(1),
+        *([0, 0, 0] if dlse is None else dlse.stride()), heads, c.max_q, length // rows,
     ]  # fmt: skip
     flags = {
         "D": c.q.shape[3], "BM": rows, "BD": padded(c.q.shape[3]), "PACKED": c.packed, "HAS_DLSE": dlse is not None,
-        "FUSED": fused,
     }  # fmt: skip
     _run(triton_backward.prepare, base.numel() // rows, Tiles(rows, 0, 4, 1), c.q.device, args, flags)
-    return base, delta, unit
-
-
-def _finish(c: _Call, sums: Tensor, unit: Tensor) -> Tensor:
-    dq, heads, length = new_output(c.q, c.packed), c.q.shape[2], unit.shape[2]
-    rows = _streamed_rows(c.q)
-    args = [
-        sums, unit, dq, *c.index[1:3], *_strides(dq), heads, c.max_q, length // rows, length, c.scale * LOG2_E,
-    ]  # fmt: skip
-    flags = {"D": c.q.shape[3], "BM": rows, "BD": padded(c.q.shape[3]), "PACKED": c.packed}
-    _run(triton_backward.finish, unit.numel() // rows, Tiles(rows, 0, 4, 1), c.q.device, args, flags)
-    return dq
+    return base, delta
 
 
 def _units(q: Tensor) -> int:
@@ -220,23 +198,17 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, index, max_q: int,
     max_k: int, causal: bool, scale: float, precision: str, tiles: TileSet | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v. Bitwise repeatable: what several programs add to are integers, or partial sums that
-    are added in order."""
+    """Gradients of q, k and v. Bitwise repeatable: partial sums of several programs are added in order."""
     tiles = choose_tiles(q) if tiles is None else tiles
     g = _rows(dout)
     c = _Call(q, k, v, g, index, max_q, max_k, causal, scale, precision, _by_engine(q, k, v, g))
     length = _up(max_q, 128) * 128
-    fused = tiles.fused is not None and max_k >= tiles.fused_from
-    base, delta, unit = _prepare(c, out, lse, dlse, length, fused)
-    if not fused:
-        dk, dv = _backward_keys(c, base, delta, None, None, tiles.dkv)
-        return _backward_queries(c, base, delta, tiles.dq), dk, dv
-    sums = torch.zeros(c.sequences * q.shape[2] * length, q.shape[3], dtype=torch.int32, device=q.device)
-    dk, dv = _backward_keys(c, base, delta, unit, sums, tiles.fused)
-    return _finish(c, sums, unit), dk, dv
+    base, delta = _prepare(c, out, lse, dlse, length)
+    dk, dv = _backward_keys(c, base, delta, tiles.dkv)
+    return _backward_queries(c, base, delta, tiles.dq), dk, dv
 
 
-def _backward_keys(c: _Call, base, delta, unit, sums, tiles: Tiles) -> tuple[Tensor, Tensor]:
+def _backward_keys(c: _Call, base, delta, tiles: Tiles) -> tuple[Tensor, Tensor]:
     q, k, v, g = c.q, c.k, c.v, c.g
     kv_heads, group, n = k.shape[2], q.shape[2] // k.shape[2], _up(c.max_k, tiles.keys)
     programs = c.sequences * kv_heads * n
@@ -246,19 +218,14 @@ def _backward_keys(c: _Call, base, delta, unit, sums, tiles: Tiles) -> tuple[Ten
     if parts > 1:
         new = torch.zeros if c.packed else torch.empty
         to = [new(parts, *x.shape, dtype=torch.float32, device=x.device) for x in to]
-    bulk = c.tma and q.is_cuda
-    if sums is not None and bulk:
-        sums = Descriptor(sums, list(sums.shape), [q.shape[3], 1], [tiles.queries, padded(q.shape[3])])
     one = to if parts == 1 else [x[0] for x in to]
     args = [
-        *_operands(c.tma, (q, k, v, g), (tiles.queries, tiles.keys, tiles.keys, tiles.queries)), *to, base, delta, unit,
-        sums, _bytes(c.index[0]), *c.index[1:], *_strides(q, k, v, g, *one),
+        *_operands(c.tma, (q, k, v, g), (tiles.queries, tiles.keys, tiles.keys, tiles.queries)), *to, base, delta,
+        _bytes(c.index[0]), *c.index[1:], *_strides(q, k, v, g, *one),
         k.shape[1], *[0 if parts == 1 else x.stride(0) for x in to], kv_heads, group, c.max_q, c.max_k, n, parts,
         base.shape[2], c.scale * LOG2_E,
     ]  # fmt: skip
-    flags = _flags(q, c.index, c.causal, c.tma, c.precision) | {
-        "BM": tiles.queries, "BN": tiles.keys, "FUSED": sums is not None, "BULK": bulk,
-    }  # fmt: skip
+    flags = _flags(q, c.index, c.causal, c.tma, c.precision) | {"BM": tiles.queries, "BN": tiles.keys}
     _run(triton_backward.backward_keys, programs * parts, tiles, q.device, args, flags)
     if parts > 1:
         dk.copy_(to[0].sum(0))

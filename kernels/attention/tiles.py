@@ -13,19 +13,12 @@ HEAD_SIZES = (16, 256)
 
 @dataclasses.dataclass(frozen=True)
 class TileSet:
-    """The tiles of the kernels: forward, gradients of k and v, gradient of q, output with its tangent.
-
-    `fused`: tiles of the kernel that gives all three gradients and saves two of seven products, used from
-    `fused_from` keys on; with fewer keys, the sums of the gradient of q cost more than they save. Nowhere faster than
-    the pair so far (None).
-    """
+    """The tiles of the kernels: forward, gradients of k and v, gradient of q, output with its tangent."""
 
     forward: Tiles
     dkv: Tiles
     dq: Tiles
     tangent: Tiles
-    fused: Tiles | None = None
-    fused_from: int = 2048
 
 
 # Shared memory holds `stages` tiles of the two operands that run by and the two that stay; registers hold the float32
@@ -49,7 +42,6 @@ SINGLE = {
 }
 # Alternatives worth a measurement on a Hopper GPU at head size 128; `benchmarks/kernels.py --only attention` runs them.
 SWEEP_FORWARD = (Tiles(128, 64, 4, 2), Tiles(128, 128, 8, 3), Tiles(256, 64, 8, 3), Tiles(128, 64, 4, 3))
-SWEEP_FUSED = (Tiles(64, 128, 8, 3),)
 SWEEP_DKV = (Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(64, 64, 8, 3), Tiles(32, 128, 8, 4))
 SWEEP_DQ = (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 4), Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2), Tiles(128, 32, 8, 4))
 # The interpreter: several tiles on tiny shapes, unlike in both directions so that a swap would show.

@@ -3,10 +3,9 @@
 dV = P^T dO, dS = P * (dO V^T - delta) with delta = rowsum(O * dO) - dlse, dK = scale dS^T Q, dQ = scale dS K
 (Dao et al. 2022, FlashAttention, algorithm 4; the gradient dlse of the log-sum-exp adds P * dlse to dS).
 
-The gradient of q comes from a kernel of its own, or out of the key kernel (FUSED), which saves two of seven products
-per tile. There many programs add to one element; so that the sum does not depend on their order, they add integers:
-|dQ / scale| of a row is at most (|dO| max|V| + |delta|) max|K| =: 2^30 / unit, so sums of round(unit * part) neither
-overflow nor depend on the order, and what is rounded away is 2^-30 of that bound.
+The gradient of q comes from a kernel of its own: scores and dP are computed twice, seven products in all where five are
+needed, and no program adds to what another one writes. Out of the key kernel, with integer sums so that the order of
+adds does not matter, it was slower on a Hopper GPU.
 
 `prepare` stores delta and lse in base 2, padded to whole tiles: a row that does not exist, or sees no key, has
 lse = +inf, hence P = 0. So the key kernel needs no mask on queries; and as row j of dK and dV takes part in nothing
@@ -18,21 +17,14 @@ import triton.language as tl
 
 from kernels.attention.triton_parts import LN_2, LOG2_E, key_range, load_rows, product, sequence, store_rows, visible
 
-FULL: tl.constexpr = tl.constexpr(1073741824.0)
-TINY: tl.constexpr = tl.constexpr(1e-25)
-
 
 @triton.jit
 def prepare(
-    out, dout, lse, dlse, base, delta, unit, largest_k, largest_v, starts_q, lens_q,
-    ob, oh, ol, gb, gh, gl, lse_b, lse_h, dlse_b, dlse_h, dlse_l, heads, group, length_q, tiles,
+    out, dout, lse, dlse, base, delta, starts_q, lens_q,
+    ob, oh, ol, gb, gh, gl, lse_b, lse_h, dlse_b, dlse_h, dlse_l, heads, length_q, tiles,
     D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr, HAS_DLSE: tl.constexpr,
-    FUSED: tl.constexpr,
 ):  # fmt: skip
-    """Writes `base`, `delta` and, FUSED, `unit [sequences, heads, tiles * BM]`, every element.
-
-    `largest_k`, `largest_v [sequences, kv heads]`: the largest |element| of k and the largest norm of a row of v.
-    """
+    """Writes `base` and `delta [sequences, heads, tiles * BM]`, every element."""
     tile = tl.program_id(0) % tiles
     index = tl.program_id(0) // tiles // heads
     head = tl.program_id(0) // tiles % heads
@@ -52,52 +44,14 @@ def prepare(
     to = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     tl.store(base + to, tl.where(low == float("-inf"), float("inf"), low * LOG2_E))
     tl.store(delta + to, tl.where(real, d, 0.0))
-    if FUSED:
-        kv = index * (heads // group) + head // group
-        bound = (tl.sqrt(tl.sum(g * g, 1)) * tl.load(largest_v + kv) + tl.abs(d)) * tl.load(largest_k + kv)
-        tl.store(unit + to, FULL / tl.maximum(bound, TINY))
-
-
-@triton.jit
-def finish(
-    sums, unit, dq, starts_q, lens_q, qb, qh, ql, heads, length_q, tiles, padded, scale,
-    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr,
-):  # fmt: skip
-    """dQ from the integer sums `[sequences, heads, padded, D]`."""
-    tile = tl.program_id(0) % tiles
-    index = tl.program_id(0) // tiles // heads
-    head = tl.program_id(0) // tiles % heads
-    row = tile * BM
-    batch, first, n_queries = sequence(starts_q, lens_q, index, length_q, PACKED, False)
-    at = (index * heads + head).to(tl.int64) * padded + row + tl.arange(0, BM)
-    columns = tl.arange(0, BD)
-    total = tl.load(sums + at[:, None] * D + columns[None, :], mask=(columns < D)[None, :], other=0)
-    value = total.to(tl.float32) * (scale * LN_2) / tl.load(unit + at)[:, None]
-    store_rows(dq, value, batch, head, first + row, first + n_queries, qb, qh, ql, D, BM, BD)
-
-
-@triton.jit
-def _add(sums, part, unit, row, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, BULK: tl.constexpr):
-    """Adds `round(part * unit)` to rows `row ... row + BM` of the sums: by the copy engine (BULK), or by element."""
-    scaled = part * unit[:, None]
-    if BULK:
-        whole = tl.inline_asm_elementwise(
-            "cvt.rni.s32.f32 $0, $1;", "=r,f", [scaled], dtype=tl.int32, is_pure=True, pack=1
-        )
-        sums.atomic_add([row, 0], whole)
-    else:
-        columns = tl.arange(0, BD)
-        at = (row + tl.arange(0, BM)).to(tl.int64)[:, None] * D + columns[None, :]
-        whole = tl.floor(scaled + 0.5).to(tl.int32)
-        tl.atomic_add(sums + at, whole, mask=(columns < D)[None, :], sem="relaxed")
 
 
 @triton.jit
 def _over_queries(
-    dk, dv, k, v, q_, g_, base_, delta_, unit_, sums, batch, head, first, n_queries, aux, keys, offset, lo, hi,
+    dk, dv, k, v, q_, g_, base_, delta_, batch, head, first, n_queries, aux, keys, offset, lo, hi,
     scale, qb, qh, ql, gb, gh, gl,
-    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, DIAGONAL: tl.constexpr,
-    FUSED: tl.constexpr, BULK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, DIAGONAL: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Query rows `lo ... hi` in tiles, scores transposed: `[keys, queries]`, so P and dS are operands as they are."""
     for row in range(lo, hi, BM):
@@ -105,11 +59,7 @@ def _over_queries(
         q = load_rows(q_, batch, head, first + row, first + n_queries, qb, qh, ql, D, BM, BD, TMA)
         base = tl.load(base_ + aux + rows)
         s = product(k, tl.trans(q), None, PRECISION)
-        low = s * scale - base[None, :]
-        if FUSED:
-            # Only what a hidden key would give is above 0: bounded, it meets the zero row of k in dQ.
-            low = tl.minimum(low, 0.0)
-        p = tl.exp2(low)
+        p = tl.exp2(s * scale - base[None, :])
         if DIAGONAL:
             p = tl.where(keys[:, None] <= rows[None, :] + offset, p, 0.0)
         g = load_rows(g_, batch, head, first + row, first + n_queries, gb, gh, gl, D, BM, BD, TMA)
@@ -118,18 +68,15 @@ def _over_queries(
         delta = tl.load(delta_ + aux + rows)
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = product(ds, q, dk, PRECISION)
-        if FUSED:
-            part = product(tl.trans(ds), k, None, PRECISION)
-            _add(sums, part, tl.load(unit_ + aux + rows), (aux + row).to(tl.int32), D, BM, BD, BULK)
     return dk, dv
 
 
 @triton.jit
 def _over_group(
-    dk, dv, k, v, q_, g_, base, delta, unit, sums, batch, index, kv_head, kv_heads, group, padded, first, n_queries,
+    dk, dv, k, v, q_, g_, base, delta, batch, index, kv_head, kv_heads, group, padded, first, n_queries,
     start, keys, offset, lo, hi, scale, qb, qh, ql, gb, gh, gl,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr,
-    FUSED: tl.constexpr, BULK: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The query heads of one key head; causal: first the rows whose view of the key tile ends within it."""
     for member in range(group):
@@ -139,25 +86,24 @@ def _over_group(
         if CAUSAL:
             plain = tl.maximum(lo, tl.cdiv(tl.maximum(start + BN - 1 - offset, 0), BM) * BM)
             dk, dv = _over_queries(
-                dk, dv, k, v, q_, g_, base, delta, unit, sums, batch, head, first, n_queries, aux, keys, offset,
+                dk, dv, k, v, q_, g_, base, delta, batch, head, first, n_queries, aux, keys, offset,
                 tl.maximum(lo, tl.maximum(start - offset, 0) // BM * BM), tl.minimum(plain, hi), scale,
-                qb, qh, ql, gb, gh, gl, D, BM, BD, True, FUSED, BULK, TMA, PRECISION,
+                qb, qh, ql, gb, gh, gl, D, BM, BD, True, TMA, PRECISION,
             )  # fmt: skip
         dk, dv = _over_queries(
-            dk, dv, k, v, q_, g_, base, delta, unit, sums, batch, head, first, n_queries, aux, keys, offset,
-            plain, hi, scale, qb, qh, ql, gb, gh, gl, D, BM, BD, False, FUSED, BULK, TMA, PRECISION,
+            dk, dv, k, v, q_, g_, base, delta, batch, head, first, n_queries, aux, keys, offset,
+            plain, hi, scale, qb, qh, ql, gb, gh, gl, D, BM, BD, False, TMA, PRECISION,
         )  # fmt: skip
     return dk, dv
 
 
 @triton.jit
 def backward_keys(
-    q_, k_, v_, g_, dk_, dv_, base, delta, unit, sums, key_mask, starts_q, lens_q, starts_k, lens_k,
+    q_, k_, v_, g_, dk_, dv_, base, delta, key_mask, starts_q, lens_q, starts_k, lens_k,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, gb, gh, gl, dkb, dkh, dkl, dvb, dvh, dvl, mask_b, dk_part, dv_part,
     kv_heads, group, length_q, length_k, tiles, parts, padded, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr,
-    MASKED: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, FUSED: tl.constexpr, BULK: tl.constexpr,
-    TMA: tl.constexpr, PRECISION: tl.constexpr,
+    MASKED: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program `((index * kv_heads + head) * parts + part) * tiles + tile`: one key tile, one part of the queries.
 
@@ -187,13 +133,10 @@ def backward_keys(
     v = load_rows(v_, batch, head, first_k + start, first_k + rows_k, vb, vh, vl, D, BN, BD, TMA)
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BD], tl.float32)
-    # A hidden key spoils its own rows only, unless the gradient of q is made here.
-    if FUSED and (MASKED or RAGGED or PACKED):
-        k = tl.where(real[:, None], k, 0.0)
     dk, dv = _over_group(
-        dk, dv, k, v, q_, g_, base, delta, unit, sums, batch, index, head, kv_heads, group, padded, first_q,
+        dk, dv, k, v, q_, g_, base, delta, batch, index, head, kv_heads, group, padded, first_q,
         n_queries, start, keys, offset, lo, hi, scale, qb, qh, ql, gb, gh, gl,
-        D, BM, BN, BD, CAUSAL, FUSED, BULK, TMA, PRECISION,
+        D, BM, BN, BD, CAUSAL, TMA, PRECISION,
     )  # fmt: skip
     dk = tl.where(real[:, None], dk * (scale * LN_2), 0.0)
     dv = tl.where(real[:, None], dv, 0.0)

@@ -5,7 +5,6 @@ On a machine without a GPU Triton interprets the kernels, on tiny shapes; with o
 
 import interpret  # isort: skip  (before Triton is imported)
 
-import dataclasses
 import functools
 
 import pytest
@@ -134,23 +133,6 @@ def test_splits_fill_the_machine(programs, steps, units):
     assert used(n) >= used(1) - 1e-9 or used(n) >= 0.95
 
 
-def with_fused(monkeypatch, wanted: bool) -> None:
-    """All three gradients from one kernel at any number of keys, or never."""
-    from kernels.attention import launch
-
-    def chosen(q):
-        tiles = tiles_for(q.shape[-1], q.dtype, launch.capability_of(q.device))
-        one = tiles.dkv if tiles.fused is None else tiles.fused
-        return dataclasses.replace(tiles, fused=one if wanted else None, fused_from=0)
-
-    monkeypatch.setattr(launch, "choose_tiles", chosen)
-
-
-@pytest.fixture
-def fused(monkeypatch):
-    with_fused(monkeypatch, True)
-
-
 @pytest.mark.parametrize(
     "options, dtype",
     [
@@ -161,7 +143,7 @@ def fused(monkeypatch):
     ],
     ids=str,
 )
-def test_one_kernel_for_all_gradients(fused, options, dtype):
+def test_gradients_in_half_precision(options, dtype):
     options = dict(options)
     if "lens" in options:
         options["lens"] = torch.tensor([0, 27 * FACTOR], device=DEVICE)
@@ -172,24 +154,7 @@ def test_one_kernel_for_all_gradients(fused, options, dtype):
         assert_equals_float64(tensors(1, 200 * FACTOR, 20 * FACTOR, 2, 1, 64, dtype), dtype)
 
 
-@pytest.mark.parametrize("size, shift", [(1e-4, 0.0), (300.0, 0.0), (1.0, -200.0)])
-def test_integer_sums_lose_nothing(monkeypatch, size, shift):
-    """The gradient of q by integer sums is that by float32 sums, from tiny to large gradients, with peaked weights,
-    far negative log-sum-exps, a row without gradient, and keys whose common part cancels (which costs bfloat16
-    itself half of the digits). 1e-3: at most a few results round to the neighbouring 16-bit number."""
-    q, k, v = tensors(1, 40 * FACTOR, 70 * FACTOR, 1, 1, 32)
-    leaves = [x.to(torch.bfloat16).requires_grad_() for x in (q * 3, k * 3 + shift, v * size)]
-    g = (draw(q.shape, 5) * size).index_fill(1, torch.tensor([3], device=DEVICE), 0.0)
-    results = []
-    for wanted in (True, False):
-        with_fused(monkeypatch, wanted)
-        results.append(torch.autograd.grad((flash_attention(*leaves) * g).sum(), leaves))
-    assert all(relative(a, b) < 1e-3 for a, b in zip(*results, strict=True))
-    assert (results[0][0][:, 3] == 0).all() and results[0][0].norm() > 0
-
-
-def test_one_kernel_is_bitwise_repeatable_and_serves_packed_rows(fused):
-    """Programs add in any order, and every sum is the same."""
+def test_gradients_of_packed_rows_are_bitwise_repeatable():
     qkv, cu, limits = packed([5 * FACTOR, 33 * FACTOR], [60 * FACTOR, 20 * FACTOR], dtype=torch.float16)
     f = lambda *x: attention_varlen(*x, *cu, **limits, return_lse=True, backend="triton")  # noqa: E731
     weights = draw(qkv[0].shape, 8), 1.0
