@@ -345,6 +345,8 @@ def test_a_prompt_file_with_samples_and_previews(real, tmp_path, quick):
 
 BAD_FLAGS = {
     "picture for text": (["--prompt", "a", "--image", "PNG"], ["the transformer takes text only"]),
+    "text": (["--prompt", "caf\udce9"], ["--prompt is no valid Unicode text", "character 3"]),
+    "rate": (["--prompt", "a", "--fps", 1e9], ["fps is 1000000000.0", "at most 1000"]),
     "both": (["--prompt", "a", "--image", "PNG", "--video", "PNG"], ["--image or --video, not both"]),
     "feature": (["--prompt", "a", "--clip-feature", "x"], ["--clip-feature is that of --image"]),
     "preview": (["--prompt", "a", "--preview-every", 0], ["--preview-every is 0"]),
@@ -380,12 +382,14 @@ def test_what_is_read_is_never_replaced(real, tmp_path, capsys):
 
 
 def test_a_prompt_file_lists_all_its_faults(real, tmp_path, capsys):
-    rows = [{"caption": 3}, {"capton": "a"}, {"caption": "a", "image": "gone.png", "seed": "x", "height": 1.5}, "a"]
+    rows = [{"caption": 3}, {"capton": "a"}, {"caption": "a", "image": "gone.png", "seed": "x", "height": 1.5}, "a",
+            {"caption": "half a smile \ud83d"}]  # fmt: skip
     (tmp_path / "p.json").write_text(json.dumps({"data": rows}))
     assert main(arguments(real("t2v"), tmp_path / "a.mp4", "--prompt-file", tmp_path / "p.json")) == 2
     message = capsys.readouterr().err
     for part in (
         "data[0]: caption is 3", "data[1]: unknown key 'capton' (did you mean 'caption'?)", "data[3]: is 'a'",
         "data[2]: image", "gone.png: no such file", "data[2]: seed is 'x'", "data[2]: height is 1.5",
+        "data[4]: caption is no valid Unicode text",
     ):  # fmt: skip
         assert part in message, message

@@ -8,6 +8,7 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 import yaml
+from set_cases import BUCKETS, write_clips
 
 from core import keys
 from infer.media import write_video
@@ -124,3 +125,28 @@ def write_set():
         return folder
 
     return write
+
+
+# --- sets made from clips; read only --------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="session")
+def real(tmp_path_factory) -> Path:
+    """An image-to-video pipeline folder of tiny real components."""
+    from real_cases import make_real
+
+    return make_real(tmp_path_factory.mktemp("real"), "i2v").folder
+
+
+@pytest.fixture(scope="session")
+def data(tmp_path_factory) -> Path:
+    """The metadata file of `set_cases.write_clips`."""
+    return write_clips(tmp_path_factory.mktemp("clips"))
+
+
+@pytest.fixture(scope="session")
+def fitted(data, tmp_path_factory) -> Path:
+    """A set with a fitted codec, whose models make other sets quickly."""
+    out = tmp_path_factory.mktemp("fitted") / "set"
+    preprocess(data, out, Settings(buckets=BUCKETS, latent_channels=4, text_dim=8))
+    return out

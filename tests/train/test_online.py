@@ -25,25 +25,6 @@ STUDENT = "models.student.config"
 
 
 @pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    from real_cases import make_real
-
-    return make_real(tmp_path_factory.mktemp("real"), "i2v").folder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_clips(tmp_path_factory.mktemp("clips"))
-
-
-@pytest.fixture(scope="module")
-def fitted(data, tmp_path_factory):
-    out = tmp_path_factory.mktemp("fitted") / "set"
-    preprocess(data, out, Settings(buckets=BUCKETS, latent_channels=4, text_dim=8))
-    return out
-
-
-@pytest.fixture(scope="module")
 def sets(real, data, fitted, tmp_path_factory):
     """`sets(kind, models) -> (folder of the set, Encode)` with the same settings, each made once."""
     made = {}

@@ -22,6 +22,7 @@ from infer.prompts import read_prompts
 from nn import patch_codec
 from nn.wan_i2v import condition_clip
 from train.components import beside
+from train.config import Encode
 from train.data import Reader, open_dataset
 from train.preprocess import Settings, Sources, preprocess
 from train.preprocess.__main__ import device_of, main, ranks
@@ -29,30 +30,11 @@ from train.preprocess.models import find_sources, open_models
 from train.preprocess.parts import Part, parts_of
 from train.preprocess.record import check_models, fingerprint, recorded_folders
 from train.preprocess.run import encoder as encoder_of
+from train.recipe_data import check_models as check_recipe_models
 from train.rows import I2V, ROW_TYPES, T2V, decode_row
 from train.setup import prepare
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture(scope="module")
-def real(tmp_path_factory):
-    from real_cases import make_real
-
-    return make_real(tmp_path_factory.mktemp("real"), "i2v").folder
-
-
-@pytest.fixture(scope="module")
-def data(tmp_path_factory):
-    return write_clips(tmp_path_factory.mktemp("clips"))
-
-
-@pytest.fixture(scope="module")
-def fitted(data, tmp_path_factory):
-    """A set with a fitted codec, whose models make other sets quickly."""
-    out = tmp_path_factory.mktemp("fitted") / "set"
-    preprocess(data, out, Settings(buckets=BUCKETS, latent_channels=4, text_dim=8))
-    return out
 
 
 @pytest.fixture
@@ -423,6 +405,31 @@ def test_training_finds_the_recorded_models_and_refuses_others(make, fitted, tmp
     with pytest.raises(UserError, match=r"(?s)made with other models.*vae: .*set records .*but the run uses"):
         prepare(recipe(tmp_path / "run", changes | {"pipeline.vae": str(other)}))
     assert not (tmp_path / "run").exists()
+
+
+def test_data_of_other_latents_than_the_base_model_are_refused(make, fitted, tmp_path, recipe):
+    """What comes with init_from counts before the data's own; naming pipeline.vae says that it is on purpose."""
+    make(tmp_path / "set")
+    base = shutil.copytree(fitted / "vae", tmp_path / "base" / "vae").parent
+    config = json.loads((base / "vae" / "config.json").read_text())
+    (base / "vae" / "config.json").write_text(json.dumps(config | {"_note": "other"}))
+
+    def based(changes, **data):
+        made = recipe(tmp_path / "run", {"training.data.data_path": str(tmp_path / "set")} | changes)
+        components = prepare(made).components
+        student = made.models.student.model_copy(update={"init_from": str(base)})
+        training = made.training.model_copy(update={"data": made.training.data.model_copy(update=data)})
+        models = made.models.model_copy(update={"student": student})
+        check_recipe_models(made.model_copy(update={"models": models, "training": training}), components)
+
+    recorded = f"made with other models\n  - vae: {tmp_path / 'set'} records .*{base / 'vae'}"
+    with pytest.raises(UserError, match=recorded):
+        based({})
+    encode = Encode(vae=str(fitted / "vae"), text_encoder=str(fitted / "text_encoder"))
+    with pytest.raises(UserError, match=f"encode uses other models.*\n  - vae: {fitted / 'vae'}, not {base / 'vae'}"):
+        based({}, encode=encode)
+    for data in ({}, {"encode": encode}):
+        based({"pipeline.vae": str(fitted / "vae")}, **data)
 
 
 def test_where_models_come_from(real, fitted, tmp_path):

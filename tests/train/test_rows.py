@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from core import keys
 from core.errors import UserError
-from train.data import Reader, batches, check_tensors, open_dataset
+from train.data import Reader, batches, check_tensors, common_shape, first_fps, open_dataset
 from train.rows import I2V, ROW_TYPES, T2V, T2VA, TEXT_ONLY, RowType, collate, decode_row, encode_row
 from train.run import train
 from train.setup import CAPABILITIES, prepare
@@ -214,3 +214,14 @@ def test_types_that_a_method_cannot_use_are_refused_before_the_data_are_opened(r
     with pytest.raises(UserError, match=f"{kind} cannot train wan with method sft; it takes: t2v, i2v"):
         prepare(recipe(tmp_path / "run", changes))
     assert not (tmp_path / "run").exists()
+
+
+def test_videos_decide_size_and_rate_before_pictures(tmp_path):
+    """However many pictures there are, whose rate is made up; of several shapes as common, the longest."""
+    notes = {"num_frames": 1, "fps": 25.0}
+    pictures = [sample(T2V, i, (1, 8, 8)) | notes for i in range(4)]
+    assert first_fps(open_dataset(write(tmp_path / "a.parquet", T2V, pictures), T2V)) is None
+    videos = [sample(T2V, 4 + i, grid) | {"num_frames": n, "fps": 8.0} for i, (n, grid) in
+              enumerate([(5, (2, 8, 4)), (9, (3, 4, 4)), (5, (2, 8, 4)), (9, (3, 4, 4))])]  # fmt: skip
+    data = open_dataset(write(tmp_path / "b.parquet", T2V, [*pictures, *videos]), T2V)
+    assert common_shape(data) == (4, 3, 4, 4) and first_fps(data) == 8.0
