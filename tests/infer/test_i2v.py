@@ -364,8 +364,9 @@ def test_flags_that_cannot_be_used_write_nothing(real, tmp_path, capsys, what):
     rows = [{"caption": "a"}, {"caption": "b", "num_frames": 6}]
     (tmp_path / "p.json").write_text(json.dumps({"data": rows}))
     files = {"PNG": write_png(tmp_path / "in.png", random_frames(0, 1, 32, 48)[0]), "FILE": tmp_path / "p.json"}
-    out = tmp_path / "out" / "a.mp4"
-    assert main(arguments(real("t2v"), out, *(files.get(f, f) for f in flags))) == 2
+    case, out = real("t2v"), tmp_path / "out" / "a.mp4"
+    capsys.readouterr()  # what making the folder printed
+    assert main(arguments(case, out, *(files.get(f, f) for f in flags))) == 2
     message = capsys.readouterr().err
     assert message.startswith("error: ") and not out.parent.exists()
     for part in parts:
