@@ -47,6 +47,7 @@ class ClipInfo:
 
 SLOWEST = Fraction(1, 10_000)  # frames per second; also the precision to which rates are kept
 FASTEST = 1000  # what is more is a time base, not a rate
+SQUARE = Fraction(1, 100)  # by how much pixels may be wider or higher and still count as square
 
 
 def frame_rate(fps: float | Fraction) -> Fraction:
@@ -147,7 +148,10 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
                 raise UserError(f"{path}: cannot be decoded as video: it holds no streams, or is cut short")
             if not container.streams.video:
                 raise UserError(f"{path}: no video stream")
-            yield container, container.streams.video[0]
+            stream = container.streams.video[0]
+            if (aspect := stream.sample_aspect_ratio) and abs(aspect - 1) > SQUARE:
+                raise UserError(f"{path}: its pixels are not square ({aspect} as wide as high): scale it to square ones")
+            yield container, stream
     except av.error.FFmpegError as error:
         raise UserError(f"{path}: cannot be decoded as video: {error.strerror}") from None
 
@@ -197,7 +201,7 @@ def read_video(
 
     `fps` resamples in time by the nearest timestamp (None: every frame of the file); `start` and `num_frames`
     count frames after resampling, None meaning all to the end. `size` = (height, width) scales to cover and
-    crops the centre, see `resize_cover`. Rotation stored in the file is applied.
+    crops the centre, see `resize_cover`. Rotation stored in the file is applied, mirroring is not.
 
     Raises UserError naming the file when it is missing, cannot be decoded, has no video stream, or is
     shorter than asked (with the frames found before and after resampling and the longest valid count).

@@ -20,7 +20,7 @@ from core.geometry import (
     to_video,
     valid_num_frames,
 )
-from infer.media import contact_sheet, psnr, read_video, resample, resize_cover, write_video
+from infer.media import contact_sheet, probe, psnr, read_video, resample, resize_cover, write_video
 
 
 def gradient(frames: int, height: int = 32, width: int = 48) -> torch.Tensor:
@@ -171,6 +171,23 @@ def test_the_rotation_stored_in_the_file_is_applied(tmp_path):
     (tmp_path / "a.mp4").write_bytes(data)
     upright = read_video(tmp_path / "a.mp4").frames
     assert psnr(upright, torch.rot90(frames, -1, dims=(1, 2))) > 34
+
+
+@pytest.mark.parametrize("aspect, square", [(Fraction(2), False), (Fraction(400, 401), True), (Fraction(1, 2), False)])
+def test_pixels_that_are_not_square_are_refused(tmp_path, aspect, square):
+    path = tmp_path / "a.mp4"
+    with av.open(str(path), "w") as out:
+        stream = out.add_stream("libx264", rate=8)
+        stream.width, stream.height, stream.pix_fmt = 32, 32, "yuv420p"
+        stream.codec_context.sample_aspect_ratio = aspect
+        out.mux(stream.encode(av.VideoFrame.from_ndarray(gradient(1, 32, 32)[0].numpy(), format="rgb24")))
+        out.mux(stream.encode(None))
+    for read in (probe, read_video):
+        if square:
+            assert read(path)
+        else:
+            with pytest.raises(UserError, match=f"a.mp4: its pixels are not square .{aspect} as wide as high"):
+                read(path)
 
 
 def test_bad_files_are_named(tmp_path):
