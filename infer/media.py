@@ -150,7 +150,7 @@ def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
                 raise UserError(f"{path}: no video stream")
             stream = container.streams.video[0]
             if (aspect := stream.sample_aspect_ratio) and abs(aspect - 1) > SQUARE:
-                raise UserError(f"{path}: its pixels are not square ({aspect} as wide as high): scale it to square ones")
+                raise UserError(f"{path}: its pixels are not square ({aspect} as wide as high): make them square first")
             yield container, stream
     except av.error.FFmpegError as error:
         raise UserError(f"{path}: cannot be decoded as video: {error.strerror}") from None

@@ -182,7 +182,10 @@ def test_parts_that_are_missing_or_damaged_are_made_again_and_no_others(make, tm
     (tmp_path / "set" / "reports" / "part-00000.json").write_text("{")
     path = tmp_path / "set" / "data" / "part-00002.parquet"
     path.write_bytes(path.read_bytes()[:-7])
+    with pytest.raises(UserError, match=f"not finished.*\n  - {tmp_path / 'set'}: part-00000, part-00002$"):
+        open_dataset(tmp_path / "set", T2V)
     make(tmp_path / "set")
+    assert len(open_dataset(tmp_path / "set", T2V)) == 5
     after = state(tmp_path / "set")
     assert {n: d for n, (d, _) in after.items()} == {n: d for n, (d, _) in before.items()}
     changed = {name for name in before if after[name] != before[name]}

@@ -18,6 +18,7 @@ from infer.encoders import CLIP_VISION, UMT5, read_mapping
 from infer.folder import COMPANIONS
 from train.preprocess.metadata import Entry, digest
 from train.preprocess.models import CONFIG, Sources
+from train.preprocess.parts import parts_of, read_report
 from train.preprocess.settings import Settings
 
 MANIFEST = "preprocess.json"
@@ -151,11 +152,19 @@ def read_record(folder: Path) -> dict[str, Any] | None:
 
 
 def check_complete(files: Iterable[Path]) -> None:
-    """Refuses Parquet files of a set that is not finished: its record stands beside them or one folder above."""
-    folders = {above for file in files for above in (file.parent, file.parent.parent)}
-    unfinished = [folder for folder in sorted(folders) if (read_record(folder) or {}).get("complete") is False]
+    """Refuses Parquet files of a set that is not finished, or of which parts are gone: its record stands beside them
+    or one folder above."""
+    faults = []
+    for folder in sorted({above for file in files for above in (file.parent, file.parent.parent)}):
+        record = read_record(folder)
+        if record is None:
+            continue
+        parts = parts_of(record["metadata"]["clips"], record["settings"]["clips_per_file"])
+        gone = [part.name for part in parts if read_report(folder, part) is None]
+        if gone or not record["complete"]:
+            faults.append(f"{folder}" + (f": {', '.join(gone[:8])}{' ...' if len(gone) > 8 else ''}" if gone else ""))
     go_on = "run the same `python -m train.preprocess` again: it makes the parts that are missing"
-    raise_faults(f"sets that are not finished ({go_on})", [f"{folder}" for folder in unfinished])
+    raise_faults(f"sets that are not finished ({go_on})", faults)
 
 
 def sets_of(roots: Iterable[Path]) -> list[Path]:
