@@ -97,3 +97,31 @@ def dump_memory(device: torch.device, path: Path) -> str:
         return "none"
     torch.cuda.memory._dump_snapshot(str(path))
     return str(path)
+
+
+# --- collectives as operators: differentiated by `parallel.collectives`, traceable, and counted by their names ---------
+
+
+def all_reduce(x: Tensor, group: str) -> Tensor:
+    """Sum of x over the process group of this name, as a new tensor."""
+    return _waited(torch.ops._c10d_functional.all_reduce(x.contiguous(), "sum", group))
+
+
+def all_gather(x: Tensor, size: int, group: str) -> Tensor:
+    """`[n, ...] -> [size * n, ...]`, in the order of the group."""
+    return _waited(torch.ops._c10d_functional.all_gather_into_tensor(x.contiguous(), size, group))
+
+
+def reduce_scatter(x: Tensor, size: int, group: str) -> Tensor:
+    """`[size * n, ...] -> [n, ...]`: this process's part of the sum."""
+    return _waited(torch.ops._c10d_functional.reduce_scatter_tensor(x.contiguous(), "sum", size, group))
+
+
+def all_to_all(x: Tensor, size: int, group: str) -> Tensor:
+    """Exchanges equal parts along dimension 0, which must be divisible by `size`."""
+    parts = [x.shape[0] // size] * size
+    return _waited(torch.ops._c10d_functional.all_to_all_single(x.contiguous(), parts, parts, group))
+
+
+def _waited(x: Tensor) -> Tensor:
+    return torch.ops._c10d_functional.wait_tensor(x)
