@@ -4,8 +4,9 @@
     python benchmarks/kernels.py --only attention norm   # some families
     python benchmarks/kernels.py --match "attention fwd" # cases whose op contains a text
 
-The ceilings are measured first: bytes per second of a large copy, and FLOP/s of a large bf16 matrix product. Each
-closure is warmed up, then timed with CUDA events, the L2 cache flushed before every call; the median counts.
+The ceilings are measured first: bytes per second of a large copy, and FLOP/s of a large bf16 matrix product. The
+closures of one case are warmed up, then timed in turn with CUDA events, the L2 cache flushed before every call; the
+median counts.
 """
 
 import argparse
@@ -14,6 +15,7 @@ import importlib
 import statistics
 import sys
 import traceback
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -27,41 +29,53 @@ from core import devices  # noqa: E402
 FAMILIES = ("attention", "masks", "qat", "norm")
 
 
-def median_ms(run, repeats: int, flush: torch.Tensor) -> float:
-    """Median milliseconds of `repeats` calls after warming up, L2 flushed before each."""
-    for _ in range(3):
-        run()
-    times = []
-    for _ in range(repeats):
-        flush.zero_()
-        start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        start.record()
-        run()
-        end.record()
-        times.append((start, end))
+def medians_ms(runs: Mapping[str, Callable[[], object]], repeats: int, flush: torch.Tensor) -> dict[str, float]:
+    """Median milliseconds of `repeats` rounds by name, L2 flushed before every call.
+
+    In each round all of them run, one after another and another one first: a GPU that grows warm and slow does so
+    for all alike. Call them once before.
+    """
+    names, times = list(runs), {name: [] for name in runs}
+    for i in range(repeats):
+        for name in names[i % len(names) :] + names[: i % len(names)]:
+            flush.zero_()
+            start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            runs[name]()
+            end.record()
+            times[name].append((start, end))
     torch.cuda.synchronize()
-    return statistics.median(a.elapsed_time(b) for a, b in times)
+    return {name: statistics.median(a.elapsed_time(b) for a, b in pairs) for name, pairs in times.items()}
 
 
 def ceilings(device: torch.device, flush: torch.Tensor) -> tuple[float, float]:
     """Measured bytes/s of a copy (read plus written) and FLOP/s of a bf16 product."""
     x = torch.empty(2**30, dtype=torch.uint8, device=device)
     y = torch.empty_like(x)
-    copy = 2 * x.nbytes / (median_ms(lambda: y.copy_(x), 20, flush) / 1e3)
     a, b = (torch.randn(8192, 8192, dtype=torch.bfloat16, device=device) for _ in range(2))
-    return copy, 2 * 8192**3 / (median_ms(lambda: a @ b, 20, flush) / 1e3)
+    runs = {"copy": lambda: y.copy_(x), "product": lambda: a @ b}
+    for run in runs.values():
+        run()
+    ms = medians_ms(runs, 20, flush)
+    return 2 * x.nbytes / ms["copy"] * 1e3, 2 * 8192**3 / ms["product"] * 1e3
 
 
 def measure(case: Case, repeats: int, flush: torch.Tensor, copy: float, product: float) -> list[dict]:
     """Rows of one case: each of ours against the fastest peer; what fails is reported on stderr."""
-    found: dict[str, float] = {}
+    runs = {}
     for name, make in {**case.peers, **case.ours}.items():
         try:
-            found[name] = median_ms(make(), repeats, flush)
+            run = make()
+            for _ in range(3):
+                run()
+            torch.cuda.synchronize()
+            runs[name] = run
         except Exception:
             print(f"{case.op}, {case.shape}, {name}:", file=sys.stderr)
             traceback.print_exc(limit=-2)
-        torch.cuda.empty_cache()
+    found = medians_ms(runs, repeats, flush)
+    runs.clear()
+    torch.cuda.empty_cache()
     peers = {n: found[n] for n in case.peers if n in found}
     best = min(peers, key=peers.get) if peers else None
     work, ceiling = (case.flops, product) if case.flops is not None else (case.bytes, copy)

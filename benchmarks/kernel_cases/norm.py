@@ -18,6 +18,7 @@ from kernels.norm.config import ALTERNATIVES, Launch
 SHAPES = ((2, 4290, 4096), (1, 32760, 1536))
 ROPE_SHAPES = ((2, 4290, 32, 128), (1, 32760, 12, 128))
 SWEPT = 4096
+COPY = "copy of as many bytes"
 BF16 = torch.bfloat16
 
 
@@ -71,7 +72,18 @@ def _case(op: str, call, plain, device, shapes: dict, backward: bool, tensors: i
     make = functools.partial(functools.partial, _make, device=device, shapes=shapes, backward=backward)
     ours, peers = {"triton": make(call, compiled=False)}, {"torch.compile": make(plain, compiled=True)}
     name, moved = f"{op} {'bwd' if backward else 'fwd'}", 2 * tensors * large + small
-    return Case(name, label, ours, peers, bytes=moved, variants=swept or {})
+    return Case(name, label, ours, peers, bytes=moved, variants={COPY: _copy(device, moved), **(swept or {})})
+
+
+def _copy(device: torch.device, moved: int):
+    """What the driver's copy needs for as many bytes: the ceiling of calls as short as these."""
+
+    def make():
+        x = torch.empty(moved // 2, dtype=torch.uint8, device=device)
+        y = torch.empty_like(x)
+        return lambda: y.copy_(x)
+
+    return lambda: graphed(make)
 
 
 def _norm_launch(device, shape, backward: bool, how: Launch):

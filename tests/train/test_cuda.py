@@ -23,6 +23,12 @@ GPU_BACKENDS = [b.name for b in BACKENDS if b.name not in ("fa3", "fa4")]  # pac
 MIXED = {"training.device": "cuda", "training.compute_dtype": "bf16"}
 
 
+@pytest.fixture(autouse=True)
+def fresh_compiler():
+    """Every test compiles its own graphs; those of the tests before it count towards Dynamo's limit of one function."""
+    torch.compiler.reset()
+
+
 def relative(got, expected):
     return ((got.double() - expected.double()).norm() / expected.double().norm()).item()
 
