@@ -8,7 +8,7 @@ from torch import Tensor
 
 from kernels.attention import triton_backward, triton_forward, triton_tangent
 from kernels.attention.tiles import TileSet, splits, tiles_for
-from kernels.descriptors import describable, rows_of_heads
+from kernels.descriptors import Descriptor, describable, rows_of_heads
 from kernels.dispatch import capability_of, multiprocessors
 from kernels.tiles import Tiles, padded
 
@@ -198,17 +198,52 @@ def backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, index, max_q: int,
     max_k: int, causal: bool, scale: float, precision: str, tiles: TileSet | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
-    """Gradients of q, k and v. Bitwise repeatable: partial sums of several programs are added in order."""
+    """Gradients of q, k and v.
+
+    Bitwise repeatable, partial sums of several programs being added in order, unless the tiles have a `fused` kernel
+    and PyTorch is not asked for deterministic algorithms.
+    """
     tiles = choose_tiles(q) if tiles is None else tiles
     g = _rows(dout)
     c = _Call(q, k, v, g, index, max_q, max_k, causal, scale, precision, _by_engine(q, k, v, g))
     length = _up(max_q, 128) * 128
     base, delta = _prepare(c, out, lse, dlse, length)
+    if _fuses(tiles, max_q, max_k):
+        sums = torch.zeros(*base.shape, padded(q.shape[3]), dtype=torch.float32, device=q.device)
+        dk, dv = _backward_keys(c, base, delta, tiles.fused, sums)
+        return _finish_queries(c, sums), dk, dv
     dk, dv = _backward_keys(c, base, delta, tiles.dkv)
     return _backward_queries(c, base, delta, tiles.dq), dk, dv
 
 
-def _backward_keys(c: _Call, base, delta, tiles: Tiles) -> tuple[Tensor, Tensor]:
+def _fuses(tiles: TileSet, max_q: int, max_k: int) -> bool:
+    enough = min(max_q, max_k) >= tiles.fused_from
+    return tiles.fused is not None and enough and not torch.are_deterministic_algorithms_enabled()
+
+
+def _adders(c: _Call, sums: Tensor | None, rows: int) -> tuple[Tensor | Descriptor | None, int]:
+    """How a kernel adds to the sums of dQ: `(argument, SUMS)`; the interpreter has no adds by descriptor."""
+    if sums is None or not c.tma or not c.q.is_cuda:
+        return sums, int(sums is not None)
+    flat, width = sums.flatten(0, 2), sums.shape[3]
+    return Descriptor(flat, list(flat.shape), [width, 1], [rows, width]), 2
+
+
+def _finish_queries(c: _Call, sums: Tensor) -> Tensor:
+    heads, padded_length, width = sums.shape[1:]
+    rows, dq = _streamed_rows(c.q), new_output(c.q, c.packed)
+    args = [
+        sums, dq, *c.index[1:3], *_strides(dq), heads, c.max_q, padded_length // rows, padded_length, c.scale * LOG2_E,
+    ]  # fmt: skip
+    flags = {"D": c.q.shape[3], "BM": rows, "BD": width, "PACKED": c.packed}
+    _run(
+        triton_backward.finish_queries, sums.shape[0] * heads * padded_length // rows, Tiles(rows, 0, 4, 1), c.q.device,
+        args, flags,
+    )  # fmt: skip
+    return dq
+
+
+def _backward_keys(c: _Call, base, delta, tiles: Tiles, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
     q, k, v, g = c.q, c.k, c.v, c.g
     kv_heads, group, n = k.shape[2], q.shape[2] // k.shape[2], _up(c.max_k, tiles.keys)
     programs = c.sequences * kv_heads * n
@@ -219,13 +254,15 @@ def _backward_keys(c: _Call, base, delta, tiles: Tiles) -> tuple[Tensor, Tensor]
         new = torch.zeros if c.packed else torch.empty
         to = [new(parts, *x.shape, dtype=torch.float32, device=x.device) for x in to]
     one = to if parts == 1 else [x[0] for x in to]
+    adder, how = _adders(c, sums, tiles.queries)
     args = [
         *_operands(c.tma, (q, k, v, g), (tiles.queries, tiles.keys, tiles.keys, tiles.queries)), *to, base, delta,
-        _bytes(c.index[0]), *c.index[1:], *_strides(q, k, v, g, *one),
+        adder, _bytes(c.index[0]), *c.index[1:], *_strides(q, k, v, g, *one),
         k.shape[1], *[0 if parts == 1 else x.stride(0) for x in to], kv_heads, group, c.max_q, c.max_k, n, parts,
         base.shape[2], c.scale * LOG2_E,
     ]  # fmt: skip
-    flags = _flags(q, c.index, c.causal, c.tma, c.precision) | {"BM": tiles.queries, "BN": tiles.keys}
+    flags = _flags(q, c.index, c.causal, c.tma, c.precision)
+    flags |= {"BM": tiles.queries, "BN": tiles.keys, "SUMS": how}
     _run(triton_backward.backward_keys, programs * parts, tiles, q.device, args, flags)
     if parts > 1:
         dk.copy_(to[0].sum(0))

@@ -13,12 +13,18 @@ HEAD_SIZES = (16, 256)
 
 @dataclasses.dataclass(frozen=True)
 class TileSet:
-    """The tiles of the kernels: forward, gradients of k and v, gradient of q, output with its tangent."""
+    """The tiles of the kernels: forward, gradients of k and v, gradient of q, output with its tangent.
+
+    `fused`: tiles of the kernel that gives all three gradients, with five products instead of seven, but not the same
+    bits every time; used from `fused_from` queries and keys on, where it is faster (None: nowhere).
+    """
 
     forward: Tiles
     dkv: Tiles
     dq: Tiles
     tangent: Tiles
+    fused: Tiles | None = None
+    fused_from: int = 2048
 
 
 # Shared memory holds `stages` tiles of the two operands that run by and the two that stay; registers hold the float32
