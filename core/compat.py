@@ -7,6 +7,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch.autograd import forward_ad
 
 
 def adamw_(
@@ -99,7 +100,25 @@ def dump_memory(device: torch.device, path: Path) -> str:
     return str(path)
 
 
-# --- collectives as operators: differentiated by `parallel.collectives`, traceable, and counted by their names ---------
+# --- operators of our own: what `kernels.op` asks of the dispatcher ---------------------------------------------------
+
+
+def below_autograd():
+    """A context in which operators are called past autograd, whose part an autograd.Function has taken."""
+    return torch._C._AutoDispatchBelowAutograd()
+
+
+def transforms_active() -> bool:
+    """Whether a transform of torch.func (grad, vmap, jvp) is running."""
+    return torch._C._are_functorch_transforms_active()
+
+
+def forward_mode() -> bool:
+    """Whether forward-mode derivatives are being taken: PyTorch's level, since a mapped dual tensor looks like none."""
+    return forward_ad._current_level >= 0
+
+
+# --- collectives as operators: differentiated by `parallel.collectives`, traceable, counted by their names -------------
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:

@@ -17,8 +17,10 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch.autograd import forward_ad
 from torch.utils.flop_counter import register_flop_formula
+
+from core import compat
+from core.compat import forward_mode
 
 LIBRARY = torch.library.Library("latentree", "DEF")
 
@@ -74,7 +76,7 @@ def differentiable(
         ctx.set_materialize_grads(False)
 
     def launch(*args):
-        with torch._C._AutoDispatchBelowAutograd():  # the gradient is the Function's
+        with compat.below_autograd():  # the gradient is the Function's
             return op(*args)
 
     def gradients(ctx, *grads):
@@ -120,7 +122,7 @@ def differentiable(
 
     def call(*args):
         if not torch.compiler.is_compiling():
-            if torch._C._are_functorch_transforms_active() or forward_mode():
+            if compat.transforms_active() or forward_mode():
                 return Transformed.apply(*args)
             return Plain.apply(*args) if wants_gradient(args) else launch(*args)
         if forward_mode():  # a registered op would give a silent zero tangent
@@ -133,11 +135,6 @@ def differentiable(
 def wants_gradient(args: Sequence[Any]) -> bool:
     """Whether autograd records what is done with these arguments."""
     return torch.is_grad_enabled() and any([isinstance(x, Tensor) and x.requires_grad for x in args])
-
-
-def forward_mode() -> bool:
-    """Whether forward-mode derivatives are being taken: PyTorch's level, since a mapped dual tensor looks like none."""
-    return forward_ad._current_level >= 0
 
 
 def fold_batch(x: Tensor | None, dim: int | None, size: int) -> Tensor | None:
