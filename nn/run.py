@@ -10,6 +10,7 @@ from typing import Any
 
 from torch import Tensor
 
+from core.errors import UserError
 from core.scan import scan
 from kernels import Attention
 
@@ -44,11 +45,33 @@ class TensorParallel:
         return x.square().mean(-1, keepdim=True)
 
 
+def _token_fault(attention: Callable[..., Any], tokens: Tokens) -> str | None:
+    """Why an attention would not see all of what `tokens` cut, or None.
+
+    A wrapper that trades parts of tokens says so by its field `tokens`. Whatever is around it would see parts only.
+    """
+    held = getattr(attention, "inner", None)
+    while held is not None:
+        if hasattr(held, "tokens"):
+            outer = type(attention).__name__
+            return f"{type(held).__name__} must be the outermost attention wrapper, it is inside {outer}"
+        held = getattr(held, "inner", None)
+    traded = getattr(attention, "tokens", Tokens())
+    return None if traded == tokens else f"tokens are {tokens}, those of {type(attention).__name__} {traded}"
+
+
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """Attention, scan, tokens and tensor parallelism of one forward pass."""
+    """Attention, scan, tokens and tensor parallelism of one forward pass.
+
+    Raises UserError where attention and tokens do not belong together.
+    """
 
     attention: Callable[..., Any] = Attention()
     scan: Callable[..., Any] = scan
     tokens: Tokens = Tokens()
     tp: TensorParallel = TensorParallel()
+
+    def __post_init__(self):
+        if fault := _token_fault(self.attention, self.tokens):
+            raise UserError(f"Run: {fault}")
