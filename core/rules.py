@@ -109,6 +109,9 @@ def _dtype_name(dtype: torch.dtype) -> str:
     return str(dtype).removeprefix("torch.")
 
 
+PACKED = "packed "  # in front of the logical axis of joined rows
+
+
 def pack(target: str, parts: Sequence[str], *, under: Scope = None) -> Transform:
     """Joins leaves along dimension 0: `x.to_q.weight, x.to_k.weight, ... -> x.to_qkv.weight`.
 
@@ -165,11 +168,16 @@ def _pack_rule(packed: str, sources: Sequence[str], specs: Specs) -> Rule:
     spec = dataclasses.replace(
         leaves[0],
         shape=(sum(rows), *leaves[0].shape[1:]),
-        axes=leaves[0].axes if len({s.axes for s in leaves}) == 1 else None,
+        axes=_packed_axes(leaves[0].axes) if len({s.axes for s in leaves}) == 1 else None,
         keep_fp32=any(s.keep_fp32 for s in leaves),
         companions=tuple(c for s in leaves for c in s.companions),
     )
     return Rule(tuple(sources), (packed,), (spec,), _join, _splitter(rows), f"pack {packed}")
+
+
+def _packed_axes(axes: tuple[str | None, ...] | None) -> tuple[str | None, ...] | None:
+    """Axes of joined leaves. Their rows get a name of their own: a cut of them would not be one of each part."""
+    return axes if not axes or axes[0] is None else (PACKED + axes[0], *axes[1:])
 
 
 def _join(*leaves: Tensor) -> tuple[Tensor, ...]:

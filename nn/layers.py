@@ -1,7 +1,7 @@
 """Layers as functions over a flat tree: `linear(p, "attn1.to_q", x)` reads `attn1.to_q.weight` and friends."""
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -11,6 +11,7 @@ from torch import Tensor
 from core import specs
 from core.specs import ParamSpec, Specs
 from kernels import dequantise, fake_quant_fp8, norm_rope, qk_norm_rope
+from kernels.norm.reference import Pairs
 from nn.rope import Rope, apply_rope
 from nn.run import TensorParallel
 
@@ -57,6 +58,22 @@ def linear(p: Mapping[str, Tensor], name: str, x: Tensor, *, add_bias: bool = Tr
     return y
 
 
+def projections(p: Mapping[str, Tensor], name: str, parts: Sequence[str], x: Tensor) -> tuple[Tensor, ...]:
+    """`x` through the linear layers `name.<part>`, in one product where the tree holds them packed.
+
+    Args:
+        parts: `("to_q", "to_k", "to_v")` or `("to_k", "to_v")`; packed they are `to_qkv`, `to_kv`, of equal rows.
+        x: `[..., in]`.
+
+    Returns:
+        One `[..., out]` per part.
+    """
+    packed = f"{name}.to_{''.join(part.removeprefix('to_') for part in parts)}"
+    if f"{packed}.weight" in p:
+        return linear(p, packed, x).chunk(len(parts), dim=-1)
+    return tuple(linear(p, f"{name}.{part}", x) for part in parts)
+
+
 def linear_specs(
     name: str,
     n_in: int,
@@ -66,8 +83,9 @@ def linear_specs(
     init: specs.Init | None = None,
     kernel: tuple[int, ...] = (),
     keep_fp32: bool = False,
+    bias: bool = True,
 ) -> Specs:
-    """Specs of `name.weight` `[n_out, n_in, *kernel]` and `name.bias` `[n_out]` (zeros).
+    """Specs of `name.weight` `[n_out, n_in, *kernel]` and, with `bias`, `name.bias` `[n_out]` (zeros).
 
     Args:
         axes: logical names of (out, in).
@@ -80,7 +98,10 @@ def linear_specs(
         init=init if init is not None else specs.xavier(flat_in, n_out),
         keep_fp32=keep_fp32,
     )
-    return {f"{name}.weight": weight, f"{name}.bias": ParamSpec((n_out,), axes=(axes[0],), keep_fp32=keep_fp32)}
+    out = {f"{name}.weight": weight}
+    if bias:
+        out[f"{name}.bias"] = ParamSpec((n_out,), axes=(axes[0],), keep_fp32=keep_fp32)
+    return out
 
 
 def affine_specs(name: str, dim: int, *, axis: str | None = "embed", bias: bool = True, keep_fp32=True) -> Specs:
@@ -98,23 +119,30 @@ def rms_norm_across_heads(x: Tensor, weight: Tensor, eps: float, tp: TensorParal
     return (h * weight).to(x.dtype)
 
 
-def norm_heads(x: Tensor, weight: Tensor, head_dim: int, eps: float, tp: TensorParallel = TensorParallel()) -> Tensor:
-    """Queries or keys `[B, L, H*D]`, normalised over their full inner width, as heads `[B, L, H, D]`."""
+def norm_heads(
+    x: Tensor, weight: Tensor, head_dim: int, eps: float, tp: TensorParallel = TensorParallel(), *,
+    rope: Rope | None = None, pairs: Pairs = "interleaved",
+) -> Tensor:  # fmt: skip
+    """Queries or keys `[B, L, H*D]`, normalised over their full inner width, as heads `[B, L, H, D]`.
+
+    `rope` then turns them (see `nn.rope.apply_rope`); a table per head has the heads of this rank.
+    """
     if tp == TensorParallel():
-        return norm_rope(split_heads(x, head_dim), eps=eps, weight=weight)
-    return split_heads(rms_norm_across_heads(x, weight, eps, tp), head_dim)
+        return norm_rope(split_heads(x, head_dim), eps=eps, weight=weight, rope=rope, pairs=pairs)
+    heads = split_heads(rms_norm_across_heads(x, weight, eps, tp), head_dim)
+    return heads if rope is None else apply_rope(heads, rope, pairs)
 
 
 def norm_rope_heads(
     q: Tensor, k: Tensor, q_weight: Tensor, k_weight: Tensor, rope: Rope, head_dim: int, eps: float,
-    tp: TensorParallel = TensorParallel(),
+    tp: TensorParallel = TensorParallel(), *, pairs: Pairs = "interleaved",
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """`norm_heads` of queries and keys, turned by the angles of `rope`, in one pass where no rank needs another."""
     if tp == TensorParallel():
         q, k = split_heads(q, head_dim), split_heads(k, head_dim)
-        return qk_norm_rope(q, k, eps=eps, q_weight=q_weight, k_weight=k_weight, rope=rope)
-    q, k = (norm_heads(x, w, head_dim, eps, tp) for x, w in ((q, q_weight), (k, k_weight)))
-    return apply_rope(q, rope), apply_rope(k, rope)
+        return qk_norm_rope(q, k, eps=eps, q_weight=q_weight, k_weight=k_weight, rope=rope, pairs=pairs)
+    q, k = (norm_heads(x, w, head_dim, eps, tp, rope=rope, pairs=pairs) for x, w in ((q, q_weight), (k, k_weight)))
+    return q, k
 
 
 def split_heads(x: Tensor, head_dim: int) -> Tensor:
@@ -142,10 +170,11 @@ def gelu_mlp(p: Mapping[str, Tensor], up: str, down: str, x: Tensor, tp: TensorP
 
 
 def reduced_linear(p: Mapping[str, Tensor], name: str, x: Tensor, tp: TensorParallel) -> Tensor:
-    """A row-parallel linear layer: partial products are summed first, then the bias is added once."""
+    """A row-parallel linear layer: partial products are summed first, then the bias, if there is one, is added once."""
     if tp == TensorParallel():
         return linear(p, name, x)
-    return tp.reduce(linear(p, name, x, add_bias=False)) + p[f"{name}.bias"].to(x.dtype)
+    y, bias = tp.reduce(linear(p, name, x, add_bias=False)), p.get(f"{name}.bias")
+    return y if bias is None else y + bias.to(x.dtype)
 
 
 def patchify(x: Tensor, patch: tuple[int, int, int]) -> Tensor:

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from core.devices import highest_float
+from kernels.norm.reference import Pairs, rotate
 
 Rope = tuple[Tensor, Tensor]
 
@@ -42,12 +43,11 @@ def rope_3d(grid: tuple[int, int, int], head_dim: int, *, theta: float = 10000.0
     return angles.cos().float(), angles.sin().float()
 
 
-def apply_rope(x: Tensor, rope: Rope) -> Tensor:
-    """Rotates interleaved channel pairs of `x [B, L, H, D]`, in float32 or wider.
+def apply_rope(x: Tensor, rope: Rope, pairs: Pairs = "interleaved") -> Tensor:
+    """Rotates channel pairs of `x [B, L, H, D]`, in float32 or wider.
 
     Args:
-        rope: cosines and sines `[L, D // 2]`.
+        rope: cosines and sines `[L, D // 2]`, `[B, L, D // 2]`, or per head `[B, L, H, D // 2]` (1 for B broadcasts).
+        pairs: `"interleaved"` turns channels `(2i, 2i + 1)`, `"half"` `(i, i + D / 2)`.
     """
-    cos, sin = (t[None, :, None, :] for t in rope)
-    a, b = x.to(torch.promote_types(x.dtype, torch.float32)).unflatten(-1, (-1, 2)).unbind(-1)
-    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2).to(x.dtype)
+    return rotate(x.to(torch.promote_types(x.dtype, torch.float32)), rope, pairs).to(x.dtype)

@@ -13,7 +13,9 @@ from torch import Tensor
 
 from core import specs
 from core.errors import raise_faults
+from core.rules import pack
 from core.specs import ParamSpec, Specs
+from core.transforms import Transform, compose
 from core.trees import stack
 from kernels import gated_residual, norm_modulate, residual_gate_norm
 from nn import layers, rope
@@ -148,9 +150,20 @@ def param_specs(cfg: WanConfig) -> Specs:
     }
 
 
+def pack_projections() -> Transform:
+    """The transform that joins q, k, v of self-attention (`to_qkv`) and k, v of text cross-attention (`to_kv`).
+
+    One matrix product instead of three or two; blocks take either layout. `core.transforms.invert` of the bound
+    transform splits it again, bit by bit. With tensor parallelism bind it to the specs of local shards.
+    """
+    return compose(
+        pack("to_qkv", ("to_q", "to_k", "to_v"), under=("attn1",)), pack("to_kv", ("to_k", "to_v"), under=("attn2",))
+    )
+
+
 def _self_attention(p, x: Tensor, *, cfg: WanConfig, run: Run, angles) -> Tensor:
     x = run.tp.copy(x)
-    q, k, v = (linear(p, f"attn1.{part}", x) for part in ("to_q", "to_k", "to_v"))
+    q, k, v = layers.projections(p, "attn1", ("to_q", "to_k", "to_v"), x)
     weights = (p["attn1.norm_q.weight"], p["attn1.norm_k.weight"])
     q, k = layers.norm_rope_heads(q, k, *weights, angles, cfg.attention_head_dim, cfg.eps, run.tp)
     out = run.attention(q, k, split_heads(v, cfg.attention_head_dim), site="self")
@@ -162,8 +175,8 @@ def _cross_attention(p, x: Tensor, *, cfg: WanConfig, run: Run, const: Mapping[s
     normed = functools.partial(layers.norm_heads, head_dim=cfg.attention_head_dim, eps=cfg.eps, tp=run.tp)
     heads = functools.partial(split_heads, head_dim=cfg.attention_head_dim)
     q = normed(linear(p, "attn2.to_q", x), p["attn2.norm_q.weight"])
-    k = normed(linear(p, "attn2.to_k", text), p["attn2.norm_k.weight"])
-    v = heads(linear(p, "attn2.to_v", text))
+    k, v = layers.projections(p, "attn2", ("to_k", "to_v"), text)
+    k, v = normed(k, p["attn2.norm_k.weight"]), heads(v)
     out = run.attention(q, k, v, site="cross_text", key_mask=const.get("text_mask"))
     if "image" in const:
         image = run.tp.copy(const["image"])
@@ -244,7 +257,7 @@ def forward(params, cfg: WanConfig, inputs: Mapping[str, Tensor], *, run: Run = 
     grid = tuple(n // p for n, p in zip(latents.shape[2:], cfg.patch_size, strict=True))
     split = lambda t, dim: run.tokens.split(t, dim)  # noqa: E731
 
-    x = split(linear(params, "patch_embedding", layers.patchify(latents, cfg.patch_size)), 1)
+    x = linear(params, "patch_embedding", split(layers.patchify(latents, cfg.patch_size), 1))
     cos, sin = (split(t, 0) for t in rope.rope_3d(grid, cfg.attention_head_dim, device=latents.device))
     if timestep.ndim == 2:
         timestep = split(timestep, 1)
