@@ -1,0 +1,175 @@
+"""LTX-2's public checkpoint forms: opened, checked against their config, and renamed, before any tensor is read.
+
+* a Diffusers folder: `config.json` of `LTX2VideoTransformer3DModel` beside safetensors files;
+* FastVideo's folder: `config.json` of `LTX2Transformer3DModel` with the official fields, leaves under official names;
+* the official single file, with the config as JSON in its header, also as ComfyUI repacks it.
+
+All give a lazy tree with Diffusers' names. `modality` opens one stream alone: the other one's leaves are never read.
+"""
+
+import dataclasses
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from core.checkpoint import LazyLeaf, LazyTree, open_checkpoint
+from core.errors import UserError, raise_faults
+from core.files import read_json
+from core.save import check_metadata
+from core.specs import check
+from core.transforms import Transform, apply
+from nn.config_files import parse_config
+from nn.ltx2_config import MODALITIES, LTX2Config
+from nn.ltx2_names import from_diffusers, from_official, whole
+from nn.ltx2_official import official_config
+from nn.ltx2_specs import param_specs
+
+CLASS_NAMES = {
+    "audio_video": "LTX2VideoTransformer3DModel",
+    "video": "LTX2VideoOnlyTransformer3DModel",
+    "audio": "LTX2AudioOnlyTransformer3DModel",
+}
+FASTVIDEO_CLASS = "LTX2Transformer3DModel"
+FIXED = {  # entries of Diffusers' config that all LTX-2 checkpoints have alike
+    "activation_fn": "gelu-approximate",
+    "qk_norm": "rms_norm_across_heads",
+    "norm_elementwise_affine": False,
+    "attention_bias": True,
+    "attention_out_bias": True,
+}
+
+
+def class_name(cfg: LTX2Config) -> str:
+    """The model type that files of this config carry: Diffusers' class, or for one stream alone a name of its own."""
+    return CLASS_NAMES[cfg.modality]
+
+
+def to_json(cfg: LTX2Config) -> dict[str, Any]:
+    """`config.json` of a Diffusers transformer folder; `use_cross_timestep` only where reading would infer another."""
+    fields = json.loads(json.dumps(dataclasses.asdict(cfg)))
+    del fields["modality"]
+    if cfg.use_cross_timestep == cfg.cross_attn_mod:
+        del fields["use_cross_timestep"]
+    return {"_class_name": class_name(cfg), **fields, **FIXED}
+
+
+def from_json(data: Mapping[str, Any], source: str, modality: str | None = None) -> LTX2Config:
+    """The config of a `config.json`, Diffusers' or FastVideo's.
+
+    Args:
+        source: what errors call the file. modality: the streams to open; None for all that the file has.
+
+    Raises:
+        UserError: another model, every unknown or unusable entry, or a stream that the file does not have.
+    """
+    found = data.get("_class_name")
+    given = {key: value for key, value in data.items() if not key.startswith("_")}
+    if found == FASTVIDEO_CLASS:
+        return with_modality(official_config(given, source), modality, source)
+    own = next((m for m, name in CLASS_NAMES.items() if name == found), None)
+    if own is None:
+        names = ", ".join([*CLASS_NAMES.values(), FASTVIDEO_CLASS])
+        raise UserError(f"{source}: _class_name is {found!r}, expected one of {names}")
+    given.setdefault("use_cross_timestep", given.get("cross_attn_mod", False))
+    for prefix in ("", "audio_"):  # null means as many channels out as in
+        if f"{prefix}out_channels" in given and given[f"{prefix}out_channels"] is None:
+            given[f"{prefix}out_channels"] = given.get(f"{prefix}in_channels", 128)
+    cfg = parse_config(LTX2Config, {**given, "modality": own}, source, fixed=FIXED)
+    return with_modality(cfg, modality, source)
+
+
+def with_modality(cfg: LTX2Config, modality: str | None, source: str) -> LTX2Config:
+    """`cfg` for one stream or both. Raises UserError for an unknown word, or a stream that `source` does not have."""
+    if modality is None or modality == cfg.modality:
+        return cfg
+    if modality not in MODALITIES:
+        raise UserError(f"modality is {modality!r}, must be one of {', '.join(MODALITIES)}")
+    if cfg.modality != "audio_video":
+        raise UserError(f"{source}: holds the {cfg.modality} stream only, not {modality}")
+    return dataclasses.replace(cfg, modality=modality)
+
+
+def read_config(folder: str | Path, modality: str | None = None) -> LTX2Config:
+    """The config in `folder/config.json`; see `from_json`."""
+    return _read(folder, modality)[0]
+
+
+def _read(folder: str | Path, modality: str | None) -> tuple[LTX2Config, str]:
+    """The config of a folder, and its class name."""
+    path = Path(folder) / "config.json"
+    data = read_json(path)
+    if not isinstance(data, dict):
+        raise UserError(f"{path}: expected an object, found {type(data).__name__}")
+    return from_json(data, str(path), modality), data["_class_name"]
+
+
+def _opened(tree: LazyTree, transform: Transform, cfg: LTX2Config, source: str) -> LazyTree:
+    """The tree under our names, checked against the config's keys and shapes."""
+    try:
+        tree = apply(tree, transform(tree.specs))
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+    check(tree, param_specs(cfg), what=source)
+    return tree
+
+
+def open_transformer(folder: str | Path, modality: str | None = None) -> tuple[LazyTree, LTX2Config]:
+    """A transformer folder, Diffusers' or FastVideo's, opened but not read, and its config.
+
+    Raises:
+        UserError: another model, or keys and shapes that do not fit the config; before any tensor is read.
+    """
+    (cfg, kind), tree = _read(folder, modality), open_checkpoint(folder)
+    check_metadata(tree, kind)
+    transform = from_official(cfg) if kind == FASTVIDEO_CLASS else from_diffusers(cfg)
+    return _opened(tree, transform, cfg, str(folder)), cfg
+
+
+def open_single_file(
+    path: str | Path, modality: str | None = None, *, config: LTX2Config | None = None
+) -> tuple[LazyTree, LTX2Config]:  # fmt: skip
+    """The transformer in an official single file, opened but not read, and its config.
+
+    Args:
+        config: the architecture, for files whose header has none (some repacked ones); else it is read there.
+
+    Raises:
+        UserError: no config, or keys and shapes that do not fit it; before any tensor is read.
+    """
+    tree = open_checkpoint(path)
+    if config is None:
+        config = header_config(tree, str(path))
+    cfg = with_modality(config, modality, str(path))
+    return _opened(tree, from_official(cfg), cfg, str(path)), cfg
+
+
+def header_config(tree: LazyTree, source: str) -> LTX2Config:
+    """The config in an official file's header. Raises UserError when there is none, or one that is not LTX-2's."""
+    text = tree.metadata.get("config")
+    if text is None:
+        raise UserError(f"{source}: its header has no config; pass the architecture, such as PRESETS['ltx-2-19b']")
+    try:
+        section = json.loads(text)["transformer"]
+    except (ValueError, KeyError, TypeError):
+        raise UserError(f"{source}: the config in its header has no section transformer") from None
+    return official_config(section, f"{source}, config in its header")
+
+
+def merge_base(own: Mapping[str, Tensor | LazyLeaf], base: LazyTree, cfg: LTX2Config) -> dict[str, Tensor | LazyLeaf]:
+    """A trained stream together with the untouched other one from `base`, in the order of the whole model.
+
+    Args:
+        own: leaves of the model `cfg`. base: a model with both streams of the same architecture, not read here.
+
+    Raises:
+        UserError: either tree does not fit.
+    """
+    check(own, param_specs(cfg), what=f"LTX-2 ({cfg.modality})")
+    both = param_specs(whole(cfg))
+    check(base, both, what="the base model")
+    mixed = [f"{k}: {own[k].dtype}, the base has {base[k].dtype}" for k in own if own[k].dtype != base[k].dtype]
+    raise_faults("dtypes of a trained stream and its base differ", mixed)
+    return {key: own.get(key, base[key]) for key in both}

@@ -1,0 +1,417 @@
+"""LTX-2's checkpoint forms on synthetic files with exactly the public key names."""
+
+import dataclasses
+import json
+import re
+import resource
+import struct
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from ltx2_cases import configs, random_case, random_params, tiny_config
+from safetensors.torch import load_file, save_file
+
+from core.checkpoint import LazyLeaf, LazyTree
+from core.errors import UserError
+from core.rules import cast
+from core.save import describe, save_checkpoint
+from core.specs import specs_of
+from core.transforms import apply, invert
+from nn import ltx2
+from nn.ltx2_config import PRESETS
+from nn.ltx2_formats import (
+    class_name,
+    from_json,
+    merge_base,
+    open_single_file,
+    open_transformer,
+    read_config,
+    to_json,
+    with_modality,
+)
+from nn.ltx2_inputs import model_inputs
+from nn.ltx2_names import foreign_keys, from_official, official_name, to_official
+from nn.ltx2_official import official_config, official_section
+from nn.ltx2_specs import param_specs
+
+# Sections `transformer` of the public single files, as their headers have them.
+COMMON = {
+    "_class_name": "AVTransformer3DModel", "activation_fn": "gelu-approximate", "attention_bias": True,
+    "attention_head_dim": 128, "attention_type": "default", "caption_channels": 3840, "cross_attention_dim": 4096,
+    "double_self_attention": False, "dropout": 0.0, "in_channels": 128, "norm_elementwise_affine": False,
+    "norm_eps": 1e-06, "norm_num_groups": 32, "num_attention_heads": 32, "num_embeds_ada_norm": 1000,
+    "num_layers": 48, "num_vector_embeds": None, "only_cross_attention": False, "cross_attention_norm": True,
+    "out_channels": 128, "upcast_attention": False, "use_linear_projection": False, "qk_norm": "rms_norm",
+    "standardization_norm": "rms_norm", "positional_embedding_type": "rope", "positional_embedding_theta": 10000.0,
+    "positional_embedding_max_pos": [20, 2048, 2048], "timestep_scale_multiplier": 1000,
+    "av_ca_timestep_scale_multiplier": 1000.0, "causal_temporal_positioning": True, "audio_num_attention_heads": 32,
+    "audio_attention_head_dim": 64, "use_audio_video_cross_attention": True, "share_ff": False,
+    "audio_out_channels": 128, "audio_cross_attention_dim": 2048, "audio_positional_embedding_max_pos": [20],
+    "av_cross_ada_norm": True, "use_embeddings_connector": True, "use_middle_indices_grid": True,
+    "rope_type": "split", "frequencies_precision": "float64",
+}  # fmt: skip
+CONNECTOR = {
+    "connector_attention_head_dim": 128, "connector_num_attention_heads": 30, "connector_num_layers": 2,
+    "connector_positional_embedding_max_pos": [4096], "connector_num_learnable_registers": 128,
+    "connector_norm_output": True, "audio_connector_attention_head_dim": 64, "audio_connector_num_attention_heads": 32,
+    "caption_projection_first_linear": False, "caption_projection_second_linear": False,
+    "caption_proj_input_norm": False, "connector_learnable_registers_std": 1, "text_encoder_norm_type": "per_token_rms",
+    "connector_apply_gated_attention": True,
+}  # fmt: skip
+SECTION = {
+    "ltx-2-19b": COMMON,
+    "ltx-2.3-22b": {
+        **COMMON, **CONNECTOR, "apply_gated_attention": True, "cross_attention_adaln": True,
+        "caption_proj_before_connector": True,
+    },
+    "ltx-2.5": {
+        **COMMON, **CONNECTOR, "apply_gated_attention": True, "cross_attention_adaln": True,
+        "caption_proj_before_connector": True, "ff_bias": False, "use_prompt_adaln_single": False,
+        "use_keyframes_abs_pos_embedding": True,
+    },
+}  # fmt: skip
+BESIDE = ("vae.encoder.conv_in.conv.weight", "vae.per_channel_statistics.mean-of-means", "vocoder.conv_pre.weight",
+          "audio_vae.per_channel_statistics.mean-of-means", "text_embedding_projection.aggregate_embed.weight",
+          "model.diffusion_model.video_embeddings_connector.learnable_registers",
+          "model.diffusion_model.audio_embeddings_connector.transformer_1d_blocks.0.attn1.q_norm.weight")  # fmt: skip
+PUBLIC_KEYS = {  # some of the 19B file's keys after the prefix, and what Diffusers' converter calls them
+    "patchify_proj.weight": "proj_in.weight",
+    "audio_patchify_proj.bias": "audio_proj_in.bias",
+    "adaln_single.linear.weight": "time_embed.linear.weight",
+    "audio_adaln_single.emb.timestep_embedder.linear_1.bias": "audio_time_embed.emb.timestep_embedder.linear_1.bias",
+    "av_ca_video_scale_shift_adaln_single.linear.bias": "av_cross_attn_video_scale_shift.linear.bias",
+    "av_ca_audio_scale_shift_adaln_single.linear.bias": "av_cross_attn_audio_scale_shift.linear.bias",
+    "av_ca_a2v_gate_adaln_single.linear.weight": "av_cross_attn_video_a2v_gate.linear.weight",
+    "av_ca_v2a_gate_adaln_single.linear.weight": "av_cross_attn_audio_v2a_gate.linear.weight",
+    "transformer_blocks.1.scale_shift_table_a2v_ca_video":
+        "transformer_blocks.1.video_a2v_cross_attn_scale_shift_table",
+    "transformer_blocks.1.scale_shift_table_a2v_ca_audio":
+        "transformer_blocks.1.audio_a2v_cross_attn_scale_shift_table",
+    "transformer_blocks.0.audio_to_video_attn.q_norm.weight": "transformer_blocks.0.audio_to_video_attn.norm_q.weight",
+    "transformer_blocks.0.attn1.to_out.0.bias": "transformer_blocks.0.attn1.to_out.0.bias",
+    "transformer_blocks.0.ff.net.0.proj.weight": "transformer_blocks.0.ff.net.0.proj.weight",
+    "audio_caption_projection.linear_2.weight": "audio_caption_projection.linear_2.weight",
+    "audio_scale_shift_table": "audio_scale_shift_table",
+}  # fmt: skip
+
+
+def faults(error) -> list[str]:
+    return str(error.value).split("\n  - ")[1:]
+
+
+def official(params, prefix="model.diffusion_model."):
+    return {prefix + official_name(k): v for k, v in params.items()}
+
+
+def write_single(path, cfg, params, prefix="model.diffusion_model.", config=True, beside=BESIDE):
+    """An official single file: the transformer, and leaves of other models."""
+    leaves = official(params, prefix) | {k: torch.zeros(3) for k in beside}
+    section = {**COMMON, **CONNECTOR, **official_section(cfg)}
+    metadata = {"config": json.dumps({"transformer": section, "vae": {}}), "model_version": "2.0.0"} if config else {}
+    save_file(leaves, path, metadata=metadata)
+    return path
+
+
+def write_folder(path, cfg, params, **changes):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps({**to_json(cfg), "_diffusers_version": "0.42.1", **changes}))
+    save_file(params, path / "diffusion_pytorch_model.safetensors")
+    return path
+
+
+def equal(tree, params):
+    read = tree.read()
+    assert read.keys() == params.keys()
+    assert all(torch.equal(read[k], params[k]) and read[k].dtype == params[k].dtype for k in params)
+
+
+def mixed(cfg, seed=0):
+    """bfloat16 weights beside float32 tables, as public checkpoints have them."""
+    return apply(random_params(cfg, seed), cast(torch.bfloat16)(param_specs(cfg)))
+
+
+# --- configs ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_headers_of_the_public_files_are_the_presets(name):
+    assert official_config(SECTION[name], "file") == PRESETS[name]
+
+
+@given(cfg=configs(), modality=st.sampled_from(["audio_video", "video", "audio"]))
+def test_configs_survive_their_json(cfg, modality):
+    cfg = dataclasses.replace(cfg, modality=modality)
+    data = json.loads(json.dumps(to_json(cfg)))
+    assert data["_class_name"] == class_name(cfg)
+    assert from_json(data, "file") == cfg
+
+
+@given(cfg=configs(), gated=st.booleans(), mod=st.booleans())
+@settings(max_examples=8)
+def test_configs_survive_their_official_form(cfg, gated, mod):
+    cfg = dataclasses.replace(
+        cfg, gated_attn=gated, audio_gated_attn=gated, cross_attn_mod=mod, audio_cross_attn_mod=mod,
+        use_cross_timestep=mod, perturbed_attn=True,
+    )  # fmt: skip
+    assert official_config(json.loads(json.dumps(official_section(cfg))), "file") == cfg
+
+
+def test_a_config_without_an_official_form():
+    with pytest.raises(UserError, match="gated_attn True and audio_gated_attn False must be equal"):
+        official_section(tiny_config(audio_gated_attn=False))
+
+
+def test_diffusers_config_of_2_3_follows_the_other_stream():
+    """Diffusers' config does not say so; its pipelines pass it for LTX-2.3."""
+    data = {k: v for k, v in to_json(PRESETS["ltx-2.3-22b"]).items() if k != "use_cross_timestep"}
+    assert from_json(data, "file").use_cross_timestep
+    assert not from_json(to_json(PRESETS["ltx-2-19b"]), "file").use_cross_timestep
+    assert from_json({**data, "out_channels": None}, "file").out_channels == 128
+
+
+@pytest.mark.parametrize(
+    "changes,fault",
+    [
+        ({"num_layer": 3}, "unknown key num_layer (did you mean 'num_layers'?)"),
+        ({"gated_attn": "true"}, "gated_attn is 'true', expected bool"),
+        ({"qk_norm": "rms_norm"}, "qk_norm is 'rms_norm', only 'rms_norm_across_heads' is supported"),
+        ({"_class_name": "WanTransformer3DModel"}, "_class_name is 'WanTransformer3DModel', expected one of LTX2Video"),
+        ({"rope_type": "half"}, "rope_type is 'half', must be one of interleaved, split"),
+        ({"quantization_config": {}}, "unknown key quantization_config"),
+    ],
+)
+def test_a_bad_diffusers_config_names_file_and_key(tmp_path, changes, fault):
+    folder = write_folder(tmp_path, tiny_config(), {"a": torch.zeros(1)}, **changes)
+    with pytest.raises(UserError) as error:
+        read_config(folder)
+    assert str(tmp_path / "config.json") in str(error.value) and fault in str(error.value)
+
+
+def test_bad_official_sections_name_every_field():
+    section = {**COMMON, "dropout": 0.1, "aply_gated_attention": True, "share_ff": True}
+    section["positional_embedding_max_pos"] = [20]
+    with pytest.raises(UserError) as error:
+        official_config(section, "x.safetensors")
+    assert "x.safetensors" in str(error.value) and faults(error) == [
+        "dropout is 0.1, only 0.0 is supported",
+        "share_ff is True, only False is supported",
+        "unknown field aply_gated_attention (did you mean 'apply_gated_attention'?)",
+        "positional_embedding_max_pos is [20], expected 3 numbers",
+    ]
+    with pytest.raises(UserError, match="num_layers is '48', expected int"):
+        official_config({**COMMON, "num_layers": "48"}, "x")
+    with pytest.raises(UserError, match="transformer is list"):
+        official_config([], "x")
+
+
+# --- names --------------------------------------------------------------------------------------------------------
+
+
+def test_official_names_are_diffusers_converters():
+    """Over every key of each family; the converter also drops connectors, and does not know 2.3's prompt AdaLN."""
+    from diffusers.loaders.single_file_utils import convert_ltx2_transformer_to_diffusers
+
+    for name in PRESETS:
+        cfg = dataclasses.replace(PRESETS[name], num_layers=2)
+        keys = {k: s for k, s in param_specs(cfg).items() if "prompt_adaln" not in k}
+        theirs = convert_ltx2_transformer_to_diffusers({f"model.diffusion_model.{official_name(k)}": k for k in keys})
+        assert theirs == {k: k for k in keys}
+    assert official_name("prompt_adaln.linear.bias") == "prompt_adaln_single.linear.bias"
+    assert official_name("audio_prompt_adaln.linear.bias") == "audio_prompt_adaln_single.linear.bias"
+    for public, ours in PUBLIC_KEYS.items():
+        assert official_name(ours) == public
+        assert ours in param_specs(dataclasses.replace(PRESETS["ltx-2-19b"], num_layers=2))
+
+
+@pytest.mark.parametrize("name", PRESETS)
+@pytest.mark.parametrize("modality", ["video", "audio"])
+def test_left_out_keys_are_exactly_the_difference(name, modality):
+    """Every key that one stream lacks is dropped by its exact name; names that merely look alike are refused."""
+    whole = dataclasses.replace(PRESETS[name], num_layers=2)
+    cfg = dataclasses.replace(whole, modality=modality)
+    gone = foreign_keys(cfg)
+    assert gone | set(param_specs(cfg)) == set(param_specs(whole)) and not gone & set(param_specs(cfg))
+    leaves = specs_of({f"model.{official_name(k)}": s for k, s in param_specs(whole).items()})
+    assert set(from_official(cfg)(leaves).specs) == set(param_specs(cfg))
+    spec = next(iter(leaves.values()))
+    for typo in (
+        "audio_typo.weight", "transformer_blocks.0.audio_attn3.to_q.weight", "transformer_blocks.bad.audio_attn1.x",
+        "audio_scale_shift_tables", "transformer_blocks.2.audio_attn1.to_q.weight",
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=f"unexpected model.{re.escape(typo)}"):
+            from_official(cfg)({**leaves, f"model.{typo}": spec})
+
+
+def test_audio_alone_has_the_caption_projection_of_the_19b_family():
+    audio = dataclasses.replace(PRESETS["ltx-2-19b"], modality="audio", num_layers=1)
+    named = {k for k in param_specs(audio) if "caption_projection" in k}
+    assert named == {f"audio_caption_projection.linear_{i}.{p}" for i in (1, 2) for p in ("weight", "bias")}
+
+
+@given(cfg=configs(), seed=st.integers(0, 1000), modality=st.sampled_from(["audio_video", "video", "audio"]),
+       prefix=st.sampled_from(["model.diffusion_model.", "diffusion_model.", "model.", ""]))  # fmt: skip
+@settings(max_examples=8)
+def test_official_names_and_back(cfg, seed, modality, prefix):
+    cfg = dataclasses.replace(cfg, modality=modality)
+    params = random_params(cfg, seed)
+    bound = to_official(cfg, prefix)(specs_of(params))
+    renamed = apply(params, bound)
+    assert renamed.keys() == official(params, prefix).keys()
+    back = apply(renamed, from_official(cfg)(specs_of(renamed)))
+    again = apply(renamed, invert(bound))
+    assert all(torch.equal(back[k], params[k]) and torch.equal(again[k], params[k]) for k in params)
+
+
+# --- folders and files --------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["2.0", "2.3"])
+@pytest.mark.parametrize("modality", [None, "video", "audio"])
+def test_every_form_opens_to_the_same_tree(tmp_path, family, modality):
+    cfg = tiny_config(family=family, perturbed_attn=True)
+    params = mixed(cfg)
+    folder = write_folder(tmp_path / "diffusers", cfg, params)
+    single = write_single(tmp_path / "single.safetensors", cfg, params)
+    comfy = write_single(tmp_path / "comfy.safetensors", cfg, params, prefix="diffusion_model.", beside=())
+    fastvideo = tmp_path / "fastvideo"
+    fastvideo.mkdir()
+    section = {k: v for k, v in official_section(cfg).items() if k != "frequencies_precision"}
+    section |= {"_class_name": "LTX2Transformer3DModel", "double_precision_rope": True, "patch_size": [1, 1, 1]}
+    (fastvideo / "config.json").write_text(json.dumps(section))
+    save_file(official(params, ""), fastvideo / "model.safetensors")
+    wanted = with_modality(cfg, modality, "")
+    kept = {k: params[k] for k in param_specs(wanted)}
+    for opened in (
+        open_transformer(folder, modality), open_single_file(single, modality), open_single_file(comfy, modality),
+        open_transformer(fastvideo, modality),
+    ):  # fmt: skip
+        tree, found = opened
+        assert found == wanted
+        equal(tree, kept)
+
+
+def test_fastvideos_other_spelling_of_gates(tmp_path):
+    cfg = tiny_config(perturbed_attn=True)
+    params = mixed(cfg)
+    leaves = {k.replace("to_gate_logits", "to_gate_compress"): v for k, v in official(params, "").items()}
+    section = {**official_section(cfg), "_class_name": "LTX2Transformer3DModel"}
+    (tmp_path / "config.json").write_text(json.dumps(section))
+    save_file(leaves, tmp_path / "model.safetensors")
+    equal(open_transformer(tmp_path)[0], params)
+
+
+def test_the_tables_stay_float32_and_the_model_runs(tmp_path):
+    cfg = tiny_config(family="2.0", perturbed_attn=True)
+    tree, found = open_single_file(write_single(tmp_path / "x.safetensors", cfg, mixed(cfg)), "video")
+    tables = {k for k, leaf in tree.items() if leaf.dtype == torch.float32}
+    assert tables == {k for k in tree if k.endswith("scale_shift_table")} and len(tables) == cfg.num_layers + 1
+    inputs = model_inputs(found, random_case(found, 0).streams, dtype=torch.bfloat16)
+    assert ltx2.forward(tree.read(), found, inputs)["video"].isfinite().all()
+
+
+@pytest.mark.parametrize("modality", ["video", "audio"])
+def test_the_other_streams_weights_are_never_read(modality):
+    cfg = tiny_config(modality=modality)
+    params, reads = official(random_params(tiny_config(), 0)), []
+
+    def leaf(key, value):
+        return LazyLeaf(tuple(value.shape), value.dtype, lambda memo: reads.append(key) or value)
+
+    tree = LazyTree({k: leaf(k, v) for k, v in params.items()}, {})
+    opened = apply(tree, from_official(cfg)(tree.specs))
+    opened.read()
+    assert sorted(reads) == sorted(official({k: None for k in param_specs(cfg)}))
+
+
+def sparse_file(path, leaves, metadata):
+    """A safetensors file of zeros that takes no disk: only the header is written."""
+    sizes, header, at = {"BF16": 2, "F32": 4}, {"__metadata__": metadata}, 0
+    for key, (kind, shape) in leaves.items():
+        count = sizes[kind] * torch.Size(shape).numel()
+        header[key] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, at + count]}
+        at += count
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(text)) + text)
+        file.truncate(8 + len(text) + at)
+    return at
+
+
+def test_a_large_file_takes_no_memory(tmp_path):
+    """A quarter of the 19B model's blocks at full width, as a sparse file: opened, one stream chosen, one leaf read."""
+    cfg = dataclasses.replace(PRESETS["ltx-2-19b"], num_layers=12)
+    leaves = {
+        f"model.diffusion_model.{official_name(k)}": ("F32" if s.keep_fp32 else "BF16", s.shape)
+        for k, s in param_specs(cfg).items()
+    }
+    path = tmp_path / "ltx-2-19b-dev.safetensors"
+    size = sparse_file(path, leaves, {"config": json.dumps({"transformer": {**COMMON, "num_layers": 12}})})
+    assert size > 9 * 2**30
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    tree, found = open_single_file(path, "video")
+    assert found == dataclasses.replace(cfg, modality="video") and len(tree) == 15 + 12 * 25
+    assert not tree["transformer_blocks.11.ff.net.0.proj.weight"].read().any()  # 128 MiB
+    grown = (resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before) * 1024
+    assert grown < 400 * 2**20
+    path.unlink()
+
+
+def test_what_does_not_fit_is_told_before_anything_is_read(tmp_path):
+    cfg = tiny_config()
+    params = random_params(cfg, 0)
+    params["transformer_blocks.0.attn3.to_q.weight"] = params.pop("transformer_blocks.0.attn1.to_q.weight")
+    folder = write_folder(tmp_path / "a", cfg, params)
+    with pytest.raises(UserError) as error:
+        open_transformer(folder)
+    assert str(folder) in str(error.value)
+    assert faults(error)[0] == "missing transformer_blocks.0.attn1.to_q.weight"
+    assert faults(error)[1].startswith("unexpected transformer_blocks.0.attn3.to_q.weight (did you mean")
+    params = random_params(cfg, 0)
+    params["proj_in.weight"] = torch.zeros(3, 3)
+    with pytest.raises(UserError, match=r"proj_in.weight has shape \[3, 3\], expected \[16, 4\]"):
+        open_transformer(write_folder(tmp_path / "b", cfg, params))
+    single = write_single(tmp_path / "c.safetensors", cfg, random_params(cfg, 0), config=False)
+    with pytest.raises(UserError, match="its header has no config; pass the architecture"):
+        open_single_file(single)
+    equal(open_single_file(single, config=cfg)[0], random_params(cfg, 0))
+    header = {"config": json.dumps({"transformer": COMMON})}
+    save_file({"a.weight": torch.zeros(1)}, tmp_path / "d.safetensors", metadata=header)
+    with pytest.raises(UserError, match="no key with transformer_blocks after any of"):
+        open_single_file(tmp_path / "d.safetensors")
+
+
+def test_weights_of_another_version_are_refused_by_their_keys(tmp_path):
+    new, old = tiny_config(), tiny_config(family="2.0")
+    with pytest.raises(UserError, match="keys do not fit"):
+        open_transformer(write_folder(tmp_path, new, random_params(old, 0)))
+
+
+# --- one stream's exports -----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("modality", ["video", "audio"])
+def test_an_export_of_one_stream_says_so_and_merges_into_its_base(tmp_path, modality):
+    cfg = tiny_config(modality=modality)
+    base = write_folder(tmp_path / "base", tiny_config(), random_params(tiny_config(), 0))
+    trained = {k: v + 1 for k, v in random_params(cfg, 0).items()}
+    out = tmp_path / "out"
+    save_checkpoint(out, trained, metadata=describe(class_name(cfg), to_json(cfg)))
+    (out / "config.json").write_text(json.dumps(to_json(cfg)))
+    assert json.loads((out / "config.json").read_text())["_class_name"] != "LTX2VideoTransformer3DModel"
+    tree, found = open_transformer(out)
+    assert found == cfg
+    equal(tree, trained)
+    with pytest.raises(UserError, match=f"holds the {modality} stream only"):
+        open_transformer(out, "audio_video")
+    merged = merge_base(tree, open_transformer(base)[0], cfg)
+    whole = write_folder(tmp_path / "whole", tiny_config(), {k: v.read() for k, v in merged.items()})
+    read = open_transformer(whole)[0].read()
+    for key, value in random_params(tiny_config(), 0).items():
+        assert torch.equal(read[key], trained.get(key, value))
+    with pytest.raises(UserError, match="float32, the base has torch.bfloat16"):
+        half = apply(open_transformer(base)[0], cast(torch.bfloat16)(open_transformer(base)[0].specs))
+        merge_base(tree, half, cfg)
+    assert set(load_file(out / "diffusion_pytorch_model.safetensors")) == set(param_specs(cfg))
