@@ -82,6 +82,12 @@ def _label(tiles) -> str:
     return f"{tiles.queries}x{tiles.keys} w{tiles.warps} s{tiles.stages}"
 
 
+def _label_of_forward(tiles) -> str:
+    if not isinstance(tiles, tile_tables.ByHand):
+        return f"triton {_label(tiles)}"
+    return f"gluon {_label(tiles)}{' persistent' * tiles.persistent}"
+
+
 def _sweep_forward(shape, device) -> Case:
     def make(tiles):
         def closure():
@@ -93,7 +99,8 @@ def _sweep_forward(shape, device) -> Case:
 
         return closure
 
-    ours = {f"ours, {_label(t)}": make(t) for t in tile_tables.SWEEP_FORWARD}
+    tried = (*tile_tables.SWEEP_FORWARD, *tile_tables.SWEEP_BY_HAND[tile_tables.padded(shape[4])])
+    ours = {f"ours, {_label_of_forward(t)}": make(t) for t in tried}
     peers = {"sdpa_cudnn": _forward(_named("sdpa_cudnn"), shape, device)}
     return Case("attention sweep fwd", str(shape), {}, peers, _flops(shape), variants=ours)
 
@@ -115,10 +122,16 @@ def _backward_with(tiles, shape, device):
 
 
 def _sweep_backward(shape, device) -> Case:
-    """The two kernels, one of them varied at a time."""
-    base = tile_tables.HOPPER[tile_tables.padded(shape[4])]
-    sets = {f"dkv {_label(t)}": dataclasses.replace(base, dkv=t) for t in tile_tables.SWEEP_DKV}
-    sets |= {f"dq {_label(t)}": dataclasses.replace(base, dq=t) for t in tile_tables.SWEEP_DQ}
+    """The pair in Triton, one of the two varied at a time, and the one kernel in Gluon that makes all gradients.
+
+    `turn`: tiles of queries by which neighbouring programs begin apart.
+    """
+    head_size = tile_tables.padded(shape[4])
+    base = dataclasses.replace(tile_tables.HOPPER[head_size], fused=None)
+    sets = {f"triton pair, dkv {_label(t)}": dataclasses.replace(base, dkv=t) for t in tile_tables.SWEEP_DKV}
+    sets |= {f"triton pair, dq {_label(t)}": dataclasses.replace(base, dq=t) for t in tile_tables.SWEEP_DQ}
+    fused = tile_tables.SWEEP_FUSED[head_size] if shape[3] >= base.fused_from else ()
+    sets |= {f"gluon {_label(t)} turn {t.turn}": dataclasses.replace(base, fused=t) for t in fused}
     ours = {f"ours, {name}": _backward_with(tiles, shape, device) for name, tiles in sets.items()}
     peers = {"sdpa_cudnn": _backward(_named("sdpa_cudnn"), shape, device)}
     return Case("attention sweep bwd", str(shape), {}, peers, 2.5 * _flops(shape), variants=ours)
@@ -166,6 +179,6 @@ def cases(device: torch.device) -> list[Case]:
         *_causal_cases(SELF[2], device),
         _tangent_case(SELF[2], device),
         _varlen_case(device),
-        *[_sweep_forward(shape, device) for shape in (SELF[0], SELF[2], CROSS[0])],
-        *[_sweep_backward(shape, device) for shape in (SELF[0], SELF[2], CROSS[0])],
+        *[_sweep_forward(shape, device) for shape in (SELF[0], *SELF[2:], CROSS[0])],
+        *[_sweep_backward(shape, device) for shape in (SELF[0], *SELF[2:], CROSS[0])],
     ]

@@ -1,6 +1,7 @@
 """Attention over tile plans: block-causal with sinks and a rolling window, teacher forcing, block masks.
 
-Rates count visible pairs only: 4 * head size FLOPs each forward, 10 backward. The two backward kernels execute 14.
+Rates count visible pairs only: 4 * head size FLOPs each forward, 10 backward. The pair of backward kernels in Triton
+executes 14.
 """
 
 import dataclasses
@@ -12,7 +13,7 @@ import torch
 from benchmarks.kernel_cases import Case, backward_of
 from kernels.attention.masks import HOPPER_DKV, plan_attention, planned_attention
 from kernels.attention.plan import BlockCausal, Mask, block_mask, intervals, visible_pairs
-from kernels.attention.tiles import HOPPER, Tiles, TileSet
+from kernels.attention.tiles import HOPPER, SWEEP_BY_HAND, SWEEP_FUSED, Tiles, TileSet
 
 HEADS, HEAD_DIM = 12, 128
 DEFAULT = dataclasses.replace(HOPPER[HEAD_DIM], dkv=HOPPER_DKV)
@@ -48,16 +49,21 @@ def _make(mask: Mask, device: torch.device, backward: bool, backend: str = "trit
 
 
 def _variants(backward: bool) -> dict[str, TileSet]:
+    pair = dataclasses.replace(DEFAULT, forward_by_hand=None, fused=None)
     if not backward:
-        return {_named(t): dataclasses.replace(DEFAULT, forward=t) for t in FORWARD}
-    found = {f"dq {_named(t)}": dataclasses.replace(DEFAULT, dq=t) for t in DQ}
-    return found | {f"dkv {_named(t)}": dataclasses.replace(DEFAULT, dkv=t) for t in DKV}
+        found = {f"triton {_named(t)}": dataclasses.replace(pair, forward=t) for t in (DEFAULT.forward, *FORWARD)}
+        gluon = {f"gluon {_named(t)}{' persistent' * t.persistent}": t for t in SWEEP_BY_HAND[HEAD_DIM]}
+        return found | {name: dataclasses.replace(DEFAULT, forward_by_hand=t) for name, t in gluon.items()}
+    found = {f"triton pair, dq {_named(t)}": dataclasses.replace(pair, dq=t) for t in (DEFAULT.dq, *DQ)}
+    found |= {f"triton pair, dkv {_named(t)}": dataclasses.replace(pair, dkv=t) for t in DKV}
+    gluon = {f"gluon {_named(t)} turn {t.turn}": t for t in SWEEP_FUSED[HEAD_DIM]}
+    return found | {name: dataclasses.replace(DEFAULT, fused=t) for name, t in gluon.items()}
 
 
 def _case(name: str, mask: Mask, device: torch.device, backward: bool) -> Case:
     make = functools.partial(functools.partial, _make, mask, device, backward)
-    sweep = _variants(backward) if mask is PUBLISHED else {}
-    variants = {f"triton {label}": make(tiles=tiles) for label, tiles in sweep.items()}
+    sweep = _variants(backward) if mask in (PUBLISHED, RELATIVISTIC) else {}
+    variants = {f"ours, {label}": make(tiles=tiles) for label, tiles in sweep.items()}
     # FlexAttention cannot turn the queries of sink keys: its time there is that of the plain mask.
     plain = dataclasses.replace(mask, relativistic=False) if isinstance(mask, BlockCausal) else mask
     peers = {"flex": functools.partial(_make, plain, device, backward, "flex")} if isinstance(mask, BlockCausal) else {}

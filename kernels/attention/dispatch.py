@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from core.errors import raise_faults
-from kernels.attention import external
+from kernels.attention import by_hand, external
 from kernels.attention.flash import flash_attention, strided_fault, tangent_fault
 from kernels.attention.reference import attention_reference
 from kernels.attention.sdpa import FAST, ONE, sdpa
@@ -23,7 +23,10 @@ HALF = (torch.float16, torch.bfloat16)
 
 @dataclasses.dataclass(frozen=True)
 class AttentionRequest:
-    """What a backend needs to know to say whether it can serve, and the table to say which is the fastest."""
+    """What a backend needs to know to say whether it can serve, and the table to say which is the fastest.
+
+    `forward_by_hand`, `backward_by_hand`: why our kernels in Gluon do not serve the pass, or None.
+    """
 
     device: str
     dtype: torch.dtype
@@ -40,6 +43,8 @@ class AttentionRequest:
     tangents: bool = False
     positive_scale: bool = True
     layout_fault: str | None = None
+    forward_by_hand: str | None = "not examined"
+    backward_by_hand: str | None = "not examined"
 
 
 def _sdpa_refusal(request: AttentionRequest, *, forward_mode: bool = False) -> str | None:
@@ -160,6 +165,7 @@ class Facts(NamedTuple):
     gradients: bool
     tangents: bool
     positive_scale: bool
+    repeat: bool
 
 
 def facts_of(
@@ -179,6 +185,7 @@ def facts_of(
         wants_gradient((q, k, v)),
         forward_mode(),
         scale is None or scale > 0,
+        torch.are_deterministic_algorithms_enabled(),
     )
 
 
@@ -203,8 +210,21 @@ def _check(site: str, facts: Facts) -> None:
     raise_faults("attention: the arguments do not fit", faults)
 
 
+def _call_by_hand(facts: Facts, capability) -> by_hand.Call:
+    (batch, queries, _, head_size), (_, keys, kv_heads, _) = facts.shapes[:2]
+    plain = facts.key_mask is None and facts.lens is None and not facts.biased and not facts.causal
+    expanded = any(n > 1 and s == 0 for x, y in zip(facts.shapes, facts.strides, strict=True) for n, s in zip(x, y))
+    return by_hand.Call(
+        facts.dtypes[0], capability, head_size, batch, kv_heads, queries, keys, plain, facts.repeat, not expanded
+    )
+
+
 def _request(facts: Facts) -> AttentionRequest:
     q, k, _ = facts.shapes
+    capability = capability_of(facts.device)
+    layout_fault = strided_fault(facts.dtypes[0], facts.shapes, facts.strides)
+    call = _call_by_hand(facts, capability)
+    faults = [layout_fault or fault(call) for fault in (by_hand.forward_fault, by_hand.backward_fault)]
     return AttentionRequest(
         device=facts.device.type,
         dtype=facts.dtypes[0],
@@ -214,13 +234,15 @@ def _request(facts: Facts) -> AttentionRequest:
         causal=facts.causal,
         return_lse=facts.return_lse,
         index=facts.device.index,
-        capability=capability_of(facts.device),
+        capability=capability,
         queries=q[1],
         keys=k[1],
         gradients=facts.gradients,
         tangents=facts.tangents,
         positive_scale=facts.positive_scale,
-        layout_fault=strided_fault(facts.dtypes[0], facts.shapes, facts.strides),
+        layout_fault=layout_fault,
+        forward_by_hand=faults[0],
+        backward_by_hand=faults[1],
     )
 
 
@@ -234,7 +256,8 @@ def order(request: AttentionRequest) -> tuple[str, ...]:
     """The names that `auto` tries for a request, first the fastest that was measured."""
     kind = "self" if request.queries == request.keys else "cross"
     passes = "backward" if request.gradients else "forward"
-    return preferred(request.capability, kind, passes, request.head_dim, request.queries)
+    ours = request.forward_by_hand is None and (request.backward_by_hand is None or not request.gradients)
+    return preferred(request.capability, kind, passes, request.head_dim, request.queries, by_hand=ours)
 
 
 def _choice(name: str, request: AttentionRequest) -> Backend:
@@ -252,6 +275,15 @@ def explain_attention(q: Tensor, k: Tensor | None = None, v: Tensor | None = Non
     return explain(BACKENDS, request_of(q, k, v, **options))
 
 
+def _of_our_kernels(request: AttentionRequest) -> list[str]:
+    """Which kernel each pass of the Triton backend would run, and why not the one in Gluon."""
+    passes = {"forward": request.forward_by_hand}
+    if request.gradients:
+        passes["backward"] = request.backward_by_hand
+    told = lambda why: "in Gluon" if why is None else f"in Triton, not in Gluon: {why}"  # noqa: E731
+    return [f"{name}: {told(why)}" for name, why in passes.items()]
+
+
 def print_choice(
     q: Tensor, k: Tensor | None = None, v: Tensor | None = None, *, backend: str = "auto", **options
 ) -> None:
@@ -266,6 +298,9 @@ def print_choice(
         mark = "->" if other == found else "  "
         place = f" (auto: number {tried.index(other) + 1})" if other in tried else ""
         print(f"{mark} {other}: {reason}{place}")
+        if other == "triton" and reason == "usable":
+            for line in _of_our_kernels(request):
+                print(f"     {line}")
 
 
 def attention(

@@ -1,13 +1,14 @@
 """Launches the Triton attention kernels: grids, tile sizes, descriptors. Imports Triton, so only the ops import it."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from kernels.attention import triton_backward, triton_forward, triton_tangent
-from kernels.attention.tiles import TileSet, splits, tiles_for
+from kernels.attention import by_hand, triton_backward, triton_forward, triton_tangent
+from kernels.attention.tiles import ByHand, Fused, TileSet, splits, tiles_for
 from kernels.descriptors import Descriptor, describable, rows_of_heads
 from kernels.dispatch import capability_of, multiprocessors
 from kernels.tiles import Tiles, padded
@@ -90,16 +91,23 @@ def new_lse(q: Tensor, packed: bool) -> Tensor:
 
 def forward(
     q: Tensor, k: Tensor, v: Tensor, index, max_q: int, max_k: int, causal: bool, scale: float, precision: str,
-    tiles: Tiles | None = None,
+    tiles: Tiles | ByHand | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Output and log-sum-exp `[B, H, Lq]` of `q [B, Lq, H, D]` over `k, v [B, Lk, Hkv, D]`.
 
     Args:
         index: `(key_mask, starts_q, lens_q, starts_k, lens_k)`; with starts the rows are packed sequences, B = 1.
         max_q, max_k: the longest sequence (without starts Lq and Lk).
-        tiles: default: the table's.
+        tiles: default: the table's, and the kernel in Gluon where it serves the call.
     """
-    tiles = choose_tiles(q).forward if tiles is None else tiles
+    if tiles is None:
+        chosen = choose_tiles(q)
+        in_gluon = by_hand.forward_fault(_facts(q, k, v, index, causal)) is None
+        tiles = chosen.forward_by_hand if in_gluon else chosen.forward
+    if isinstance(tiles, ByHand):
+        out, lse = new_output(q, False), new_lse(q, False)
+        forward_by_hand(q, k, v, out, lse, scale, tiles)
+        return out, lse
     heads, group, n = q.shape[2], q.shape[2] // k.shape[2], _up(max_q, tiles.queries)
     out, lse = new_output(q, index[1] is not None), new_lse(q, index[1] is not None)
     tma = _by_engine(q, k, v)
@@ -111,6 +119,51 @@ def forward(
     flags = _flags(q, index, causal, tma, precision) | {"BM": tiles.queries, "BN": tiles.keys}
     _run(triton_forward.forward, _sequences(q, index) * heads * n, tiles, q.device, args, flags)
     return out, lse
+
+
+def _facts(q: Tensor, k: Tensor, v: Tensor, index, causal: bool) -> by_hand.Call:
+    (batch, queries, _, head_size), (_, keys, kv_heads, _) = q.shape, k.shape
+    plain, repeat = all(x is None for x in index) and not causal, torch.are_deterministic_algorithms_enabled()
+    capability, engine = capability_of(q.device), all(map(describable, (q, k, v)))
+    return by_hand.Call(q.dtype, capability, head_size, batch, kv_heads, queries, keys, plain, repeat, engine)
+
+
+class Steps(NamedTuple):
+    """A plan for the kernels in Gluon on the device, from `plan.steps` and `plan.row_bounds`.
+
+    `at_once`: heads of samples that share the processors at a time.
+    """
+
+    plan: Tensor
+    bounds: Tensor
+    at_once: int
+
+
+def forward_by_hand(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float, tiles: ByHand, steps: Steps | None = None
+) -> None:
+    """Fills output and log-sum-exp, see `gluon_forward.forward`.
+
+    Args:
+        q: `[B, L, H, D]`; by a plan maybe `[2 B, L, H, D]`, the rotated queries last.
+    """
+    from kernels.attention import gluon_forward, gluon_parts
+
+    (samples, length, heads, d), width, items = q.shape, padded(q.shape[3]), k.shape[0] * q.shape[2]
+    n = _up(length, tiles.queries)
+    blocks = zip((q, k, v), (tiles.queries // 2, tiles.keys, tiles.keys), strict=True)
+    plan, bounds, at_once = (lse, lse, 1) if steps is None else steps
+    args = [
+        *[gluon_parts.in_shared(rows_of_heads(x, rows, width)) for x, rows in blocks], out, lse, plan, bounds,
+        *_strides(out), lse.stride(0), lse.stride(1), heads, heads // k.shape[2], length, k.shape[1], n, items,
+        min(at_once, items), n * tiles.queries, scale * LOG2_E,
+    ]  # fmt: skip
+    flags = {
+        "D": d, "BN": tiles.keys, "BD": width, "STAGES": tiles.stages, "PLANNED": steps is not None,
+        "TURNS": samples // k.shape[0],
+    }  # fmt: skip
+    programs = min(n * items, _units(q)) if tiles.persistent else n * items
+    _run(gluon_forward.forward, programs, tiles, q.device, args, flags)
 
 
 def tangent(
@@ -174,19 +227,21 @@ def _streamed_rows(q: Tensor) -> int:
     return 64 if q.is_cuda else 32
 
 
-def _prepare(c: _Call, out, lse, dlse, length: int) -> tuple[Tensor, Tensor]:
-    heads, rows = c.q.shape[2], _streamed_rows(c.q)
+def prepare(q, g, index, max_q: int, out, lse, dlse) -> tuple[Tensor, Tensor]:
+    """`(base, delta)` of `triton_backward.prepare`, float32 `[sequences, H, max_q up to a multiple of 128]`."""
+    heads, rows, length = q.shape[2], _streamed_rows(q), _up(max_q, 128) * 128
     base, delta = (
-        torch.empty(c.sequences, heads, length, dtype=torch.float32, device=c.q.device) for _ in range(2)
+        torch.empty(_sequences(q, index), heads, length, dtype=torch.float32, device=q.device) for _ in range(2)
     )
     args = [
-        out, c.g, lse, dlse, base, delta, *c.index[1:3], *_strides(out, c.g), lse.stride(0), lse.stride(1),
-        *([0, 0, 0] if dlse is None else dlse.stride()), heads, c.max_q, length // rows,
+        out, g, lse, dlse, base, delta, *index[1:3], *_strides(out, g), lse.stride(0), lse.stride(1),
+        *([0, 0, 0] if dlse is None else dlse.stride()), heads, max_q, length // rows,
     ]  # fmt: skip
     flags = {
-        "D": c.q.shape[3], "BM": rows, "BD": padded(c.q.shape[3]), "PACKED": c.packed, "HAS_DLSE": dlse is not None,
+        "D": q.shape[3], "BM": rows, "BD": padded(q.shape[3]), "PACKED": index[1] is not None,
+        "HAS_DLSE": dlse is not None,
     }  # fmt: skip
-    _run(triton_backward.prepare, base.numel() // rows, Tiles(rows, 0, 4, 1), c.q.device, args, flags)
+    _run(triton_backward.prepare, base.numel() // rows, Tiles(rows, 0, 4, 1), q.device, args, flags)
     return base, delta
 
 
@@ -200,50 +255,69 @@ def backward(
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     """Gradients of q, k and v.
 
-    Bitwise repeatable, partial sums of several programs being added in order, unless the tiles have a `fused` kernel
-    and PyTorch is not asked for deterministic algorithms.
+    Bitwise repeatable, partial sums of several programs being added in order, but for the kernel in Gluon, which is not
+    used when PyTorch is asked for deterministic algorithms.
+
+    Args:
+        tiles: default: the table's, with the kernel in Gluon where it serves the call. Others: with it if they have
+            `fused` tiles, but for masked calls.
     """
+    call = _facts(q, k, v, index, causal)
+    in_gluon = by_hand.backward_fault(call) is None if tiles is None else call.plain
     tiles = choose_tiles(q) if tiles is None else tiles
+    if not in_gluon:
+        tiles = dataclasses.replace(tiles, fused=None)
     g = _rows(dout)
     c = _Call(q, k, v, g, index, max_q, max_k, causal, scale, precision, _by_engine(q, k, v, g))
-    length = _up(max_q, 128) * 128
-    base, delta = _prepare(c, out, lse, dlse, length)
-    if _fuses(tiles, max_q, max_k):
-        sums = torch.zeros(*base.shape, padded(q.shape[3]), dtype=torch.float32, device=q.device)
-        dk, dv = _backward_keys(c, base, delta, tiles.fused, sums)
-        return _finish_queries(c, sums), dk, dv
+    base, delta = prepare(q, g, index, max_q, out, lse, dlse)
+    if tiles.fused is not None:
+        dq, dk, dv = (new_output(x, False) for x in (q, k, v))
+        backward_by_hand(q, k, v, g, base, delta, dq, dk, dv, scale, tiles.fused)
+        return dq, dk, dv
     dk, dv = _backward_keys(c, base, delta, tiles.dkv)
     return _backward_queries(c, base, delta, tiles.dq), dk, dv
 
 
-def _fuses(tiles: TileSet, max_q: int, max_k: int) -> bool:
-    enough = min(max_q, max_k) >= tiles.fused_from
-    return tiles.fused is not None and enough and not torch.are_deterministic_algorithms_enabled()
+def backward_by_hand(
+    q: Tensor, k: Tensor, v: Tensor, g: Tensor, base: Tensor, delta: Tensor, dq: Tensor, dk: Tensor, dv: Tensor,
+    scale: float, tiles: Fused, steps: Steps | None = None,
+) -> None:  # fmt: skip
+    """Fills the gradients, see `gluon_backward.backward`; q (and dq) as in `forward_by_hand`, base and delta from
+    `prepare`.
+    """
+    from kernels.attention import gluon_backward, gluon_parts
 
-
-def _adders(c: _Call, sums: Tensor | None, rows: int) -> tuple[Tensor | Descriptor | None, int]:
-    """How a kernel adds to the sums of dQ: `(argument, SUMS)`; the interpreter has no adds by descriptor."""
-    if sums is None or not c.tma or not c.q.is_cuda:
-        return sums, int(sums is not None)
-    flat, width = sums.flatten(0, 2), sums.shape[3]
-    return Descriptor(flat, list(flat.shape), [width, 1], [rows, width]), 2
-
-
-def _finish_queries(c: _Call, sums: Tensor) -> Tensor:
-    heads, padded_length, width = sums.shape[1:]
-    rows, dq = _streamed_rows(c.q), new_output(c.q, c.packed)
+    (batch, keys, kv_heads, d), width, group = k.shape, padded(k.shape[3]), q.shape[2] // k.shape[2]
+    sums = torch.zeros(q.shape[0], *base.shape[1:], width, dtype=torch.float32, device=q.device)
+    flat, n, items = sums.flatten(0, 2), _up(keys, tiles.keys), batch * kv_heads
+    plan, bounds, at_once = (None, None, 1) if steps is None else steps
+    rows = (tiles.queries, tiles.keys, tiles.keys, tiles.queries)
     args = [
-        sums, dq, *c.index[1:3], *_strides(dq), heads, c.max_q, padded_length // rows, padded_length, c.scale * LOG2_E,
+        *[gluon_parts.in_shared(rows_of_heads(x, m, width)) for x, m in zip((q, k, v, g), rows, strict=True)], dk, dv,
+        *[gluon_parts.line(x, tiles.queries) for x in (base, delta)],
+        gluon_parts.in_shared(Descriptor(flat, list(flat.shape), [width, 1], [tiles.queries, width])),
+        plan, None if steps is None else gluon_parts.line(bounds, 2 * tiles.queries), *_strides(dk, dv), kv_heads,
+        group, q.shape[1], keys, n, items, min(at_once, items), base.shape[2], scale * LOG2_E,
     ]  # fmt: skip
-    flags = {"D": c.q.shape[3], "BM": rows, "BD": width, "PACKED": c.packed}
-    _run(
-        triton_backward.finish_queries, sums.shape[0] * heads * padded_length // rows, Tiles(rows, 0, 4, 1), c.q.device,
-        args, flags,
-    )  # fmt: skip
-    return dq
+    flags = {
+        "D": d, "BM": tiles.queries, "BN": tiles.keys, "BD": width, "STAGES": tiles.stages, "TURN": tiles.turn,
+        "PLANNED": steps is not None,
+    }  # fmt: skip
+    _run(gluon_backward.backward, n * items, tiles, q.device, args, flags)
+    finish_queries(dq, sums, scale)
 
 
-def _backward_keys(c: _Call, base, delta, tiles: Tiles, sums: Tensor | None = None) -> tuple[Tensor, Tensor]:
+def finish_queries(dq: Tensor, sums: Tensor, scale: float) -> None:
+    """Fills the gradient of q from `sums [B, H, padded Lq, padded D]` of the parts that key tiles added to it."""
+    heads, padded_length, width = sums.shape[1:]
+    rows = _streamed_rows(dq)
+    tiles = padded_length // rows
+    args = [sums, dq, *_strides(dq), heads, dq.shape[1], tiles, scale * LOG2_E]
+    flags = {"D": dq.shape[3], "BM": rows, "BD": width}
+    _run(triton_backward.finish_queries, sums.shape[0] * heads * tiles, Tiles(rows, 0, 4, 1), dq.device, args, flags)
+
+
+def _backward_keys(c: _Call, base, delta, tiles: Tiles) -> tuple[Tensor, Tensor]:
     q, k, v, g = c.q, c.k, c.v, c.g
     kv_heads, group, n = k.shape[2], q.shape[2] // k.shape[2], _up(c.max_k, tiles.keys)
     programs = c.sequences * kv_heads * n
@@ -254,15 +328,13 @@ def _backward_keys(c: _Call, base, delta, tiles: Tiles, sums: Tensor | None = No
         new = torch.zeros if c.packed else torch.empty
         to = [new(parts, *x.shape, dtype=torch.float32, device=x.device) for x in to]
     one = to if parts == 1 else [x[0] for x in to]
-    adder, how = _adders(c, sums, tiles.queries)
     args = [
         *_operands(c.tma, (q, k, v, g), (tiles.queries, tiles.keys, tiles.keys, tiles.queries)), *to, base, delta,
-        adder, _bytes(c.index[0]), *c.index[1:], *_strides(q, k, v, g, *one),
-        k.shape[1], *[0 if parts == 1 else x.stride(0) for x in to], kv_heads, group, c.max_q, c.max_k, n, parts,
+        _bytes(c.index[0]), *c.index[1:], *_strides(q, k, v, g, *one), k.shape[1],
+        *[0 if parts == 1 else x.stride(0) for x in to], kv_heads, group, c.max_q, c.max_k, n, parts,
         base.shape[2], c.scale * LOG2_E,
     ]  # fmt: skip
-    flags = _flags(q, c.index, c.causal, c.tma, c.precision)
-    flags |= {"BM": tiles.queries, "BN": tiles.keys, "SUMS": how}
+    flags = _flags(q, c.index, c.causal, c.tma, c.precision) | {"BM": tiles.queries, "BN": tiles.keys}
     _run(triton_backward.backward_keys, programs * parts, tiles, q.device, args, flags)
     if parts > 1:
         dk.copy_(to[0].sum(0))

@@ -12,8 +12,19 @@ import torch
 from torch import Tensor
 
 from core.errors import UserError, raise_faults
-from kernels.attention import planned_flex
-from kernels.attention.plan import BlockCausal, Intervals, Mask, delta, intervals, packed, tile_plan
+from kernels.attention import by_hand, planned_flex
+from kernels.attention.plan import (
+    MAX_SLOTS,
+    BlockCausal,
+    Intervals,
+    Mask,
+    delta,
+    intervals,
+    packed,
+    row_bounds,
+    steps,
+    tile_plan,
+)
 from kernels.attention.planned import planned_forward
 from kernels.attention.tiles import HEAD_SIZES, HOPPER, TileSet, tiles_for
 from kernels.dispatch import Backend, capability_of, choose, explain, not_interpreted, triton_fault
@@ -37,8 +48,9 @@ class MaskRequest:
 class PlannedMask:
     """A mask ready for calls with `head_dim`, `dtype` and the device of `bounds`: made by `plan_attention`.
 
-    `rotation` holds cosines and sines `[2, classes, pairs]` of the relativistic sinks; `plans` the packed tile plans of
-    the forward, query and key kernels, `tiles` their tile sizes, warps and stages (None: not for this backend).
+    `rotation` holds cosines and sines `[2, classes, pairs]` of the relativistic sinks; `plans` what the kernels visit,
+    in the order of the arguments of `planned.planned_forward`, and `tiles` their tiles, five numbers each (None: not
+    for this backend). `not_by_hand`: why the kernels in Gluon are not used.
     """
 
     mask: Mask
@@ -49,9 +61,10 @@ class PlannedMask:
     rotated: tuple[bool, ...]
     bounds: Tensor
     rotation: Tensor | None
-    plans: tuple[Tensor, Tensor, Tensor] | None
+    plans: tuple[Tensor | None, ...] | None
     tiles: list[int] | None
     flex: Any
+    not_by_hand: str | None = "not its backend"
 
 
 def _moved(x: np.ndarray, device: torch.device) -> Tensor:
@@ -114,7 +127,7 @@ def _turned(q: Tensor, planned: PlannedMask) -> Tensor | None:
 def _run_triton(q: Tensor, k: Tensor, v: Tensor, planned: PlannedMask, scale: float) -> tuple[Tensor, Tensor]:
     turned = _turned(q, planned)
     both = q[None] if turned is None else torch.stack([q, turned])
-    out, lse = planned_forward(both, k, v, planned.bounds, *planned.plans, planned.class_rows, scale, planned.tiles)
+    out, lse = planned_forward(both, k, v, *planned.plans, planned.class_rows, scale, planned.tiles)
     return out, lse[..., : q.shape[1]] * LN_2
 
 
@@ -166,12 +179,34 @@ def explain_mask(mask: Mask, *, head_dim: int, dtype: torch.dtype, device: torch
 HOPPER_DKV = Tiles(64, 64, 4, 2)
 
 
-def _default_tiles(head_dim: int, dtype: torch.dtype, device: torch.device) -> TileSet:
-    tiles = tiles_for(head_dim, dtype, capability_of(device))
-    return dataclasses.replace(tiles, dkv=HOPPER_DKV) if tiles is HOPPER[128] else tiles
+def _default_tiles(head_dim: int, dtype: torch.dtype, device: torch.device, rows: int) -> tuple[TileSet, str | None]:
+    """The table's tiles, those of the kernels in Gluon only where they serve, and why they do not."""
+    capability = capability_of(device)
+    tiles = tiles_for(head_dim, dtype, capability)
+    tiles = dataclasses.replace(tiles, dkv=HOPPER_DKV) if tiles is HOPPER[128] else tiles
+    # The heads are not known yet: as many as fill the processors.
+    call = by_hand.Call(dtype, capability, head_dim, 1, by_hand.PROCESSORS, rows, rows, plain=True, repeat=False)
+    faults = by_hand.forward_fault(call), by_hand.backward_fault(call)
+    forward, fused = (x if why is None else None for x, why in zip((tiles.forward_by_hand, tiles.fused), faults))
+    return dataclasses.replace(tiles, forward_by_hand=forward, fused=fused), faults[0]
+
+
+def _plans(spans: Intervals, tiles: TileSet, device: torch.device) -> tuple[tuple[Tensor | None, ...], list[int]]:
+    """`PlannedMask.plans` and `.tiles`."""
+    slots, in_gluon = len(spans.rotated), tiles.forward_by_hand is not None
+    used = [tiles.forward_by_hand if in_gluon else tiles.forward, tiles.dq, tiles.dkv, tiles.fused]
+    made = [None if t is None else tile_plan(spans, t.queries, t.keys, transposed=i > 1) for i, t in enumerate(used)]
+    forward, dq, dkv, fused = (None if plan is None else packed(plan) for plan in made)
+    if in_gluon:
+        forward, fused = (None if made[i] is None else steps(made[i], slots) for i in (0, 3))
+    arrays = (forward, spans.bounds, row_bounds(spans) if in_gluon else None, dq, dkv, fused if in_gluon else None)
+    numbers = [int(n) for t in used if t is not None for n in (*dataclasses.astuple(t), 0)[:5]]
+    return tuple(None if x is None else _moved(x, device) for x in arrays), numbers
 
 
 def _check_tiles(tiles: TileSet) -> None:
+    if tiles.forward_by_hand is not None:
+        tiles = dataclasses.replace(tiles, forward=tiles.forward_by_hand)
     for name in ("forward", "dq"):
         rows = getattr(tiles, name).queries
         if rows % tiles.dkv.queries:
@@ -189,7 +224,8 @@ def plan_attention(
         backend: `"triton"`, `"flex"`, `"reference"`, or `"auto"`: the first of these that is usable, and the reference
             on a CPU.
         theta: base of the temporal rotary frequencies, for relativistic sinks.
-        tiles: tile sizes of the Triton kernels; default: the table's.
+        tiles: tile sizes of the Triton kernels, with those of the kernels in Gluon where these are to run; default: the
+            table's, and Gluon where `by_hand.py` says that it serves.
 
     Raises:
         UserError: an unknown backend, or one that cannot serve, with the reason.
@@ -199,18 +235,21 @@ def plan_attention(
     name = choose("attention over a plan", MASK_BACKENDS, backend, request, auto).name
     bounds = _moved(spans.bounds, device)
     turn = sink_rotation(mask, head_dim, theta) if isinstance(mask, BlockCausal) else None
-    plans = numbers = None
+    plans, numbers, fault = None, None, "not its backend"
     if name == "triton":
-        tiles = _default_tiles(head_dim, dtype, device) if tiles is None else tiles
+        if tiles is None:
+            tiles, fault = _default_tiles(head_dim, dtype, device, min(mask.q_len, mask.k_len))
+        else:
+            fault = "not asked for" if tiles.forward_by_hand is None else None
+        if len(spans.rotated) > MAX_SLOTS:
+            fault = f"queries see up to {len(spans.rotated)} separate intervals of keys, above {MAX_SLOTS}"
+            tiles = dataclasses.replace(tiles, forward_by_hand=None, fused=None)
         _check_tiles(tiles)
-        used = (tiles.forward, tiles.dq, tiles.dkv)
-        made = [tile_plan(spans, t.queries, t.keys, transposed=i == 2) for i, t in enumerate(used)]
-        plans = tuple(_moved(packed(plan), device) for plan in made)
-        numbers = [n for t in used for n in (t.queries, t.keys, t.warps, t.stages)]
+        plans, numbers = _plans(spans, tiles, device)
     turn = None if turn is None else _moved(turn, device)
     flex = planned_flex.flex_block_mask(spans, bounds) if name == "flex" else None
     return PlannedMask(
-        mask, name, head_dim, dtype, spans.class_rows, spans.rotated, bounds, turn, plans, numbers, flex
+        mask, name, head_dim, dtype, spans.class_rows, spans.rotated, bounds, turn, plans, numbers, flex, fault
     )
 
 

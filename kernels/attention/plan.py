@@ -247,6 +247,42 @@ def packed(plan: TilePlan) -> np.ndarray:
     return np.concatenate([plan.order, plan.index.reshape(-1), plan.runs.reshape(-1)])
 
 
+MAX_SLOTS = 126  # that a step has room for
+
+
+def steps(plan: TilePlan, slots: int) -> np.ndarray:
+    """A plan as one list of steps per tile, for the kernels in Gluon, all in one int32 array.
+
+    After another: order `[n]`, where the steps of each tile begin, and the end `[n + 1]`, how many of them, at the
+    front, are partial `[n]`, steps. A step is `tile << 8 | intervals << 1 | rotated` with `intervals` a row of
+    `row_bounds`. A tile that sees nothing has one partial step, which shows nothing.
+    """
+    n, (first, count, slot) = len(plan.order), plan.runs.T
+    groups = np.diff(plan.index, axis=1)
+    tile, group = (np.repeat(x, groups.reshape(-1)) for x in (np.arange(n).repeat(4), np.tile(np.arange(4), n)))
+    each = np.repeat(np.arange(len(count)), count)
+    other = np.arange(len(each)) - np.repeat(np.cumsum(count) - count, count) + first[each]
+    found = np.stack([tile[each], group[each] % 2 == 0, other << 8 | (slot[each] + 1) << 1 | group[each] // 2])
+    empty = np.setdiff1d(np.arange(n), tile)
+    nothing = np.stack([empty, np.zeros_like(empty), np.full_like(empty, (slots + 1) << 1)])
+    tile, full, step = (found := np.concatenate([found, nothing], 1))[:, np.lexsort((found[1], found[0]))]
+    begin = np.searchsorted(tile, np.arange(n + 1))
+    partial = np.bincount(tile[full == 0], minlength=n)
+    return np.concatenate([plan.order, begin, partial, step]).astype(np.int32)
+
+
+def row_bounds(spans: Intervals) -> np.ndarray:
+    """The keys that each row sees by each of the intervals that steps name, as int32 `[slots + 2, blocks, 2, 64]`.
+
+    All keys, those of each slot, none; per block of 64 rows the low ends, then the high ones. The rows are filled up to
+    a multiple of 128.
+    """
+    rows = np.minimum(np.arange(-(-spans.q_len // 128) * 128), spans.q_len - 1)
+    everything = np.tile(np.array([0, spans.k_len]), (1, len(rows), 1))
+    found = np.concatenate([everything, spans.bounds[:, rows // spans.class_rows], np.zeros_like(everything)])
+    return np.ascontiguousarray(found.reshape(len(found), -1, 64, 2).swapaxes(2, 3), np.int32)
+
+
 def visible_pairs(spans: Intervals) -> int:
     """Pairs (query, key) that are visible: attention costs 4 * head_dim FLOPs each per head, forward."""
     starts = np.arange(spans.bounds.shape[1]) * spans.class_rows

@@ -29,25 +29,29 @@ def _checked(q: Tensor, k: Tensor, v: Tensor) -> list[Tensor]:
 
 
 def _forward(
-    q: Tensor, k: Tensor, v: Tensor, bounds: Tensor, forward_plan: Tensor, dq_plan: Tensor, dkv_plan: Tensor,
-    class_rows: int, scale: float, tiles: Sequence[int],
+    q: Tensor, k: Tensor, v: Tensor, forward_plan: Tensor, bounds: Tensor, row_bounds: Tensor | None, dq_plan: Tensor,
+    dkv_plan: Tensor, fused_plan: Tensor | None, class_rows: int, scale: float, tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     q, k, v = _checked(q, k, v)
     if 0 in q.shape:
-        return _forward_shapes(q, k, v, bounds, forward_plan, dq_plan, dkv_plan, class_rows, scale, tiles)
+        return _forward_shapes(q, k, v, *[None] * 8, tiles)
     from kernels.attention import planned_launch
 
+    if row_bounds is not None:
+        return planned_launch.forward_by_hand(q, k, v, forward_plan, row_bounds, scale, tiles[:5])
     return planned_launch.forward(q, k, v, forward_plan, bounds, class_rows, scale, tiles[:4])
 
 
-def _forward_shapes(q, k, v, bounds, forward_plan, dq_plan, dkv_plan, class_rows, scale, tiles):
+def _forward_shapes(q, k, v, *rest):
+    tiles = rest[-1]
     rows = -(-q.shape[2] // tiles[0]) * tiles[0]
     return torch.empty_like(q[0]), q.new_empty(q.shape[1], q.shape[3], rows, dtype=torch.float32)
 
 
 def _backward(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, bounds: Tensor,
-    dq_plan: Tensor, dkv_plan: Tensor, class_rows: int, scale: float, tiles: Sequence[int],
+    row_bounds: Tensor | None, dq_plan: Tensor, dkv_plan: Tensor, fused_plan: Tensor | None, class_rows: int,
+    scale: float, tiles: Sequence[int],
 ) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
     q, k, v = _checked(q, k, v)
     if 0 in q.shape:
@@ -55,9 +59,11 @@ def _backward(
     from kernels.attention import planned_launch
 
     dlse = None if dlse is None else dlse.contiguous()
+    tensors = q, k, v, _aligned(out), lse.contiguous(), _aligned(dout), dlse
+    if row_bounds is not None and fused_plan is not None and not torch.are_deterministic_algorithms_enabled():
+        return planned_launch.backward_by_hand(*tensors, fused_plan, row_bounds, scale, tiles[15:])
     return planned_launch.backward(
-        q, k, v, _aligned(out), lse.contiguous(), _aligned(dout), dlse, dq_plan, dkv_plan, bounds, class_rows, scale,
-        tiles[4:8], tiles[8:],
+        *tensors, dq_plan, dkv_plan, bounds, class_rows, scale, tiles[5:9], tiles[10:14]
     )  # fmt: skip
 
 
@@ -86,12 +92,12 @@ def _fold_backward(size, dims, args):
 
 
 def _gradients(kept, args, grads):
-    q, k, v, out, lse, bounds, dq_plan, dkv_plan = kept
+    q, k, v, out, lse, *plans = kept
     dout, dlse = grads
     if dout is None and dlse is None:
         return (None,) * len(args)
     dout = torch.zeros_like(out) if dout is None else dout
-    found = planned_backward(q, k, v, out, lse, dout, dlse, bounds, dq_plan, dkv_plan, *args[7:])
+    found = planned_backward(q, k, v, out, lse, dout, dlse, *plans, *args[9:])
     return *found, *(None,) * (len(args) - 3)
 
 
@@ -99,6 +105,6 @@ planned_backward = differentiable(raw_op("planned_backward", _backward, _backwar
 planned_forward = differentiable(
     raw_op("planned_forward", _forward, _forward_shapes),
     fold=_fold_forward,
-    keep=lambda args, outputs: (*args[:3], *outputs, args[3], args[5], args[6]),
+    keep=lambda args, outputs: (*args[:3], *outputs, *args[4:9]),
     backward=_gradients,
 )

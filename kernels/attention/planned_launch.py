@@ -6,7 +6,9 @@ import torch
 import triton
 from torch import Tensor
 
+from kernels.attention import launch
 from kernels.attention.planned_triton import dkv_kernel, dq_kernel, forward_kernel
+from kernels.attention.tiles import ByHand, Fused
 from kernels.descriptors import rows_of_heads
 from kernels.tiles import padded
 
@@ -14,6 +16,10 @@ LOG2_E = 1.4426950408889634
 # Heads that share the machine at a time. Programs of one head that run together read the same keys from the L2 cache,
 # so with many heads at once too few would meet; with few, no short tiles of other heads are left for the end.
 HEADS_AT_ONCE = 16
+# Of the kernel by hand that adds to sums of dQ: these, and what is read beside them, should stay in the L2 cache. Two,
+# so that the long tiles of the last head (sinks) do not begin when nothing else is left.
+HEADS_AT_ONCE_FUSED = 2
+LN_2 = 0.6931471805599453
 
 
 def _descriptor(x: Tensor, rows: int):
@@ -78,4 +84,34 @@ def backward(
             min(heads, HEADS_AT_ONCE), k.shape[2], share, length, k.shape[1], class_rows, n_classes, lse.shape[2],
             delta_len, scale, scale * LOG2_E, *dk.stride()[:3], **_flags(q, dkv_tile),
         )  # fmt: skip
+    return dq, dk, dv
+
+
+def forward_by_hand(
+    q: Tensor, k: Tensor, v: Tensor, plan: Tensor, bounds: Tensor, scale: float, tiles: Sequence[int]
+) -> tuple[Tensor, Tensor]:
+    """`forward` by the kernel in Gluon; `plan` and `bounds` from `plan.steps` and `plan.row_bounds`."""
+    _, b, length, h, _ = q.shape
+    tiles = ByHand(*tiles)
+    out = torch.empty_like(q[0])
+    lse = torch.empty(b, h, triton.cdiv(length, tiles.queries) * tiles.queries, dtype=torch.float32, device=q.device)
+    steps = launch.Steps(plan, bounds, HEADS_AT_ONCE)
+    launch.forward_by_hand(q.flatten(0, 1), k, v, out, lse, scale, tiles, steps)
+    return out, lse
+
+
+def backward_by_hand(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, dout: Tensor, dlse: Tensor | None, plan: Tensor,
+    bounds: Tensor, scale: float, tiles: Sequence[int],
+) -> tuple[Tensor, Tensor, Tensor]:  # fmt: skip
+    """`backward` by the one kernel in Gluon; `plan` is that of key tiles."""
+    length = q.shape[2]
+    # Here the log-sum-exp is in base 2 and of whole tiles, in `prepare` neither.
+    natural = lse[..., :length] * LN_2
+    dlse = None if dlse is None else dlse[..., :length] * LOG2_E
+    base, delta = launch.prepare(q[0], dout, (None,) * 5, length, out, natural, dlse)
+    dq, dk, dv = torch.empty(q.shape, dtype=q.dtype, device=q.device), torch.empty_like(k), torch.empty_like(k)
+    steps = launch.Steps(plan, bounds, HEADS_AT_ONCE_FUSED)
+    flat = q.flatten(0, 1), k, v, dout, base, delta, dq.flatten(0, 1), dk, dv
+    launch.backward_by_hand(*flat, scale, Fused(*tiles), steps)
     return dq, dk, dv

@@ -12,18 +12,38 @@ HEAD_SIZES = (16, 256)
 
 
 @dataclasses.dataclass(frozen=True)
+class ByHand(Tiles):
+    """Tiles of the forward kernel in Gluon; `persistent`: one program per processor, which takes tile after tile."""
+
+    persistent: bool = True
+
+
+@dataclasses.dataclass(frozen=True)
+class Fused(Tiles):
+    """Tiles of the kernel in Gluon that makes all three gradients: 128 keys and 8 warps.
+
+    `turn`: tiles of queries by which neighbouring programs begin apart.
+    """
+
+    turn: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
 class TileSet:
     """The tiles of the kernels: forward, gradients of k and v, gradient of q, output with its tangent.
 
-    `fused`: tiles of the kernel that gives all three gradients, with five products instead of seven, but not the same
-    bits every time; used from `fused_from` queries and keys on, where it is faster (None: nowhere).
+    `forward_by_hand`: tiles of the forward kernel in Gluon, 128 queries by 4 warps (which it triples). `fused`: tiles
+    of the kernel that gives all three gradients, with five products instead of seven, but not the same bits every time;
+    used from `fused_from` queries and keys on. None: where it was not found to be faster. `by_hand.py` says when either
+    serves a call.
     """
 
     forward: Tiles
     dkv: Tiles
     dq: Tiles
     tangent: Tiles
-    fused: Tiles | None = None
+    forward_by_hand: ByHand | None = None
+    fused: Fused | None = None
     fused_from: int = 2048
 
 
@@ -31,7 +51,10 @@ class TileSet:
 # accumulators (rows * head size / threads each) and the scores. 16-bit, by padded head size; order: see TileSet.
 HOPPER = {
     64: TileSet(Tiles(128, 128, 8, 3), Tiles(64, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
-    128: TileSet(Tiles(128, 64, 4, 2), Tiles(64, 128, 8, 3), Tiles(128, 64, 8, 3), Tiles(64, 64, 4, 2)),
+    128: TileSet(
+        Tiles(128, 64, 4, 2), Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 2), ByHand(128, 128, 4, 2),
+        Fused(64, 128, 8, 3),
+    ),
     256: TileSet(Tiles(128, 64, 8, 2), Tiles(32, 64, 8, 1), Tiles(64, 32, 8, 2), Tiles(64, 32, 8, 1)),
 }
 # 99 KB of shared memory and plain loads: consumer cards, everything before Hopper, and what is untested.
@@ -46,10 +69,19 @@ SINGLE = {
     128: TileSet(Tiles(32, 32, 8, 2), Tiles(16, 32, 8, 1), Tiles(32, 16, 8, 1), Tiles(16, 32, 8, 1)),
     256: TileSet(Tiles(32, 16, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1), Tiles(16, 16, 8, 1)),
 }
-# Alternatives worth a measurement on a Hopper GPU at head size 128; `benchmarks/kernels.py --only attention` runs them.
+# Alternatives worth a measurement on a Hopper GPU, those in Gluon by head size; `benchmarks/kernels.py --only attention
+# --sweep` runs them.
 SWEEP_FORWARD = (Tiles(128, 64, 4, 2), Tiles(128, 128, 8, 3), Tiles(256, 64, 8, 3), Tiles(128, 64, 4, 3))
+SWEEP_BY_HAND = {
+    64: (ByHand(128, 128, 4, 2), ByHand(128, 128, 4, 3), ByHand(128, 128, 4, 4), ByHand(128, 128, 4, 4, False)),
+    128: (ByHand(128, 128, 4, 2), ByHand(128, 128, 4, 2, False)),
+}
 SWEEP_DKV = (Tiles(64, 128, 8, 3), Tiles(64, 64, 4, 2), Tiles(64, 64, 4, 3), Tiles(64, 64, 8, 3), Tiles(32, 128, 8, 4))
 SWEEP_DQ = (Tiles(128, 64, 8, 3), Tiles(128, 64, 8, 4), Tiles(64, 64, 4, 2), Tiles(64, 128, 8, 2), Tiles(128, 32, 8, 4))
+SWEEP_FUSED = {
+    64: (Fused(64, 128, 8, 2), Fused(64, 128, 8, 3), Fused(64, 128, 8, 4), Fused(64, 128, 8, 3, turn=1)),
+    128: (Fused(64, 128, 8, 3), Fused(64, 128, 8, 3, turn=1), Fused(64, 128, 8, 3, turn=3)),
+}
 # The interpreter: several tiles on tiny shapes, unlike in both directions so that a swap would show.
 INTERPRETER = TileSet(Tiles(32, 16, 1, 1), Tiles(16, 32, 1, 1), Tiles(32, 16, 1, 1), Tiles(16, 32, 1, 1))
 

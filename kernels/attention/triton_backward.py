@@ -4,20 +4,18 @@ dV = P^T dO, dS = P * (dO V^T - delta) with delta = rowsum(O * dO) - dlse, dK = 
 (Dao et al. 2022, FlashAttention, algorithm 4; the gradient dlse of the log-sum-exp adds P * dlse to dS).
 
 The gradient of q comes from a kernel of its own: scores and dP are computed twice, seven products in all where five are
-needed, and no program adds to what another one writes. Or the key kernel adds its part to float32 sums in memory (SUMS):
-five products, but the order of the adds, and so the last bits, differ from run to run.
+needed, and no program adds to what another one writes. The kernel by hand (`gluon_backward`) makes do with five and
+leaves float32 sums of dQ, which `finish_queries` rounds.
 
 `prepare` stores delta and lse in base 2, padded to whole tiles: a row that does not exist, or sees no key, has
 lse = +inf, hence P = 0. So the key kernel needs no mask on queries; and as row j of dK and dV takes part in nothing
-else, hidden keys are left out when it is stored. Only dQ mixes keys, so with SUMS tiles with hidden keys are masked.
+else, hidden keys are left out when it is stored.
 """
 
 import triton
 import triton.language as tl
 
 from kernels.attention.triton_parts import LN_2, LOG2_E, key_range, load_rows, product, sequence, store_rows, visible
-
-BY_ELEMENT: tl.constexpr = tl.constexpr(1)
 
 
 @triton.jit
@@ -49,21 +47,11 @@ def prepare(
 
 
 @triton.jit
-def _add(sums, part, row, BM: tl.constexpr, BD: tl.constexpr, SUMS: tl.constexpr):
-    """Adds `part` to rows `row ... row + BM` of the float32 sums `[rows, BD]`, in whatever order programs come."""
-    if SUMS == BY_ELEMENT:
-        at = (row + tl.arange(0, BM)).to(tl.int64)[:, None] * BD + tl.arange(0, BD)[None, :]
-        tl.atomic_add(sums + at, part, sem="relaxed")
-    else:
-        sums.atomic_add([row.to(tl.int32), 0], part)
-
-
-@triton.jit
 def _over_queries(
-    dk, dv, k, v, q_, g_, base_, delta_, sums, batch, head, first, n_queries, aux, keys, real, offset, lo, hi,
-    scale, qb, qh, ql, gb, gh, gl,
-    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, DIAGONAL: tl.constexpr, HIDE: tl.constexpr,
-    SUMS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    dk, dv, k, v, q_, g_, base_, delta_, batch, head, first, n_queries, aux, keys, offset, lo, hi, scale,
+    qb, qh, ql, gb, gh, gl,
+    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, DIAGONAL: tl.constexpr, TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Query rows `lo ... hi` in tiles, scores transposed: `[keys, queries]`, so P and dS are operands as they are."""
     for row in range(lo, hi, BM):
@@ -74,66 +62,52 @@ def _over_queries(
         p = tl.exp2(s * scale - base[None, :])
         if DIAGONAL:
             p = tl.where(keys[:, None] <= rows[None, :] + offset, p, 0.0)
-        if HIDE:
-            p = tl.where(real[:, None], p, 0.0)
         g = load_rows(g_, batch, head, first + row, first + n_queries, gb, gh, gl, D, BM, BD, TMA)
         dv = product(p.to(g.dtype), g, dv, PRECISION)
         dp = product(v, tl.trans(g), None, PRECISION)
         delta = tl.load(delta_ + aux + rows)
         ds = (p * (dp - delta[None, :])).to(q.dtype)
         dk = product(ds, q, dk, PRECISION)
-        if SUMS:
-            _add(sums, product(tl.trans(ds), k, None, PRECISION), aux + row, BM, BD, SUMS)
     return dk, dv
 
 
 @triton.jit
 def _over_group(
-    dk, dv, k, v, q_, g_, base, delta, sums, batch, index, kv_head, kv_heads, group, padded, first, n_queries,
-    start, keys, real, hidden, offset, lo, hi, scale, qb, qh, ql, gb, gh, gl,
+    dk, dv, k, v, q_, g_, base, delta, batch, index, kv_head, kv_heads, group, padded, first, n_queries,
+    start, keys, offset, lo, hi, scale, qb, qh, ql, gb, gh, gl,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr,
-    SUMS: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
+    TMA: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """The query heads of one key head; causal: first the rows whose view of the key tile ends within it.
-
-    With SUMS a tile with `hidden` keys takes all rows in the loop that masks.
-    """
+    """The query heads of one key head; causal: first the rows whose view of the key tile ends within it."""
     for member in range(group):
         head = kv_head * group + member
         aux = (index * kv_heads * group + head).to(tl.int64) * padded
-        begin = lo
         plain = lo
         if CAUSAL:
             begin = tl.maximum(lo, tl.maximum(start - offset, 0) // BM * BM)
             plain = tl.maximum(lo, tl.cdiv(tl.maximum(start + BN - 1 - offset, 0), BM) * BM)
-        if SUMS:
-            plain = tl.where(hidden, tl.maximum(plain, hi), plain)
-        if CAUSAL or SUMS:
             dk, dv = _over_queries(
-                dk, dv, k, v, q_, g_, base, delta, sums, batch, head, first, n_queries, aux, keys, real, offset,
-                begin, tl.minimum(plain, hi), scale, qb, qh, ql, gb, gh, gl,
-                D, BM, BD, CAUSAL, SUMS != 0, SUMS, TMA, PRECISION,
+                dk, dv, k, v, q_, g_, base, delta, batch, head, first, n_queries, aux, keys, offset, begin,
+                tl.minimum(plain, hi), scale, qb, qh, ql, gb, gh, gl, D, BM, BD, True, TMA, PRECISION,
             )  # fmt: skip
         dk, dv = _over_queries(
-            dk, dv, k, v, q_, g_, base, delta, sums, batch, head, first, n_queries, aux, keys, real, offset,
-            plain, hi, scale, qb, qh, ql, gb, gh, gl, D, BM, BD, False, False, SUMS, TMA, PRECISION,
+            dk, dv, k, v, q_, g_, base, delta, batch, head, first, n_queries, aux, keys, offset, plain, hi, scale,
+            qb, qh, ql, gb, gh, gl, D, BM, BD, False, TMA, PRECISION,
         )  # fmt: skip
     return dk, dv
 
 
 @triton.jit
 def backward_keys(
-    q_, k_, v_, g_, dk_, dv_, base, delta, sums, key_mask, starts_q, lens_q, starts_k, lens_k,
+    q_, k_, v_, g_, dk_, dv_, base, delta, key_mask, starts_q, lens_q, starts_k, lens_k,
     qb, qh, ql, kb, kh, kl, vb, vh, vl, gb, gh, gl, dkb, dkh, dkl, dvb, dvh, dvl, mask_b, dk_part, dv_part,
     kv_heads, group, length_q, length_k, tiles, parts, padded, scale,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, BD: tl.constexpr, CAUSAL: tl.constexpr,
     MASKED: tl.constexpr, RAGGED: tl.constexpr, PACKED: tl.constexpr, TMA: tl.constexpr, PRECISION: tl.constexpr,
-    SUMS: tl.constexpr,
 ):  # fmt: skip
     """Program `((index * kv_heads + head) * parts + part) * tiles + tile`: one key tile, one part of the queries.
 
-    SUMS: 0, or how its part of dQ / scale is added to `sums [sequences, heads, padded, BD]`: element by element (1) or
-    by the copy engine, `sums` being a descriptor of rows of BD (2). With parts > 1 the results are float32 partial sums, part p at `dk_ + p * dk_part`, to be added in order.
+    With parts > 1 the results are float32 partial sums, part p at `dk_ + p * dk_part`, to be added in order.
     """
     tile = tl.program_id(0) % tiles
     part = tl.program_id(0) // tiles % parts
@@ -160,9 +134,8 @@ def backward_keys(
     dk = tl.zeros([BN, BD], tl.float32)
     dv = tl.zeros([BN, BD], tl.float32)
     dk, dv = _over_group(
-        dk, dv, k, v, q_, g_, base, delta, sums, batch, index, head, kv_heads, group, padded, first_q,
-        n_queries, start, keys, real, MASKED or start + BN > n_keys, offset, lo, hi, scale, qb, qh, ql, gb, gh, gl,
-        D, BM, BN, BD, CAUSAL, SUMS, TMA, PRECISION,
+        dk, dv, k, v, q_, g_, base, delta, batch, index, head, kv_heads, group, padded, first_q, n_queries, start,
+        keys, offset, lo, hi, scale, qb, qh, ql, gb, gh, gl, D, BM, BN, BD, CAUSAL, TMA, PRECISION,
     )  # fmt: skip
     dk = tl.where(real[:, None], dk * (scale * LN_2), 0.0)
     dv = tl.where(real[:, None], dv, 0.0)
@@ -173,18 +146,15 @@ def backward_keys(
 
 @triton.jit
 def finish_queries(
-    sums, dq, starts_q, lens_q, dqb, dqh, dql, heads, length_q, tiles, padded, scale,
-    D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr, PACKED: tl.constexpr,
+    sums, dq, dqb, dqh, dql, heads, length_q, tiles, scale, D: tl.constexpr, BM: tl.constexpr, BD: tl.constexpr,
 ):  # fmt: skip
-    """dQ from the sums `[sequences, heads, padded, BD]`; program `(index * heads + head) * tiles + tile`."""
-    tile = tl.program_id(0) % tiles
-    index = tl.program_id(0) // tiles // heads
+    """dQ from the sums `[batch, heads, tiles * BM, BD]`; program `(batch * heads + head) * tiles + tile`."""
+    row = tl.program_id(0) % tiles * BM
+    batch = tl.program_id(0) // tiles // heads
     head = tl.program_id(0) // tiles % heads
-    row = tile * BM
-    batch, first, n_queries = sequence(starts_q, lens_q, index, length_q, PACKED, False)
-    at = (index * heads + head).to(tl.int64) * padded + row + tl.arange(0, BM)
+    at = tl.program_id(0).to(tl.int64) * BM + tl.arange(0, BM)
     total = tl.load(sums + at[:, None] * BD + tl.arange(0, BD)[None, :])
-    store_rows(dq, total * (scale * LN_2), batch, head, first + row, first + n_queries, dqb, dqh, dql, D, BM, BD)
+    store_rows(dq, total * (scale * LN_2), batch, head, row, length_q, dqb, dqh, dql, D, BM, BD)
 
 
 @triton.jit

@@ -14,7 +14,7 @@ from torch.func import grad, jvp, vmap
 
 from core.errors import UserError
 from kernels import Attention, attention, attention_reference, explain_attention
-from kernels.attention import BACKENDS, AttentionRequest, dispatch, print_choice
+from kernels.attention import BACKENDS, AttentionRequest, by_hand, dispatch, print_choice
 from kernels.attention.table import TABLE, Row, preferred
 
 CPU_BACKENDS = ["auto", "sdpa", "sdpa_math", "reference"]
@@ -130,10 +130,21 @@ def request(**changes):
     return dataclasses.replace(base, **changes)
 
 
+IN_GLUON = {"forward_by_hand": None, "backward_by_hand": None}
+LONG = {"queries": 32760, "keys": 32760}
+
+
 @pytest.mark.parametrize(
     "changes, name",
     [
         ({}, "sdpa"),
+        ({"forward_by_hand": None}, "triton"),
+        ({"forward_by_hand": None, "queries": 2000, "keys": 2000}, "sdpa"),
+        ({"forward_by_hand": None, "keys": 512}, "sdpa"),
+        ({"forward_by_hand": None, "head_dim": 64}, "sdpa"),
+        ({**IN_GLUON, "gradients": True}, "sdpa"),
+        ({**IN_GLUON, **LONG, "gradients": True}, "triton"),
+        ({"forward_by_hand": None, **LONG, "gradients": True}, "sdpa"),
         ({"return_lse": True}, "triton"),
         ({"tangents": True}, "triton"),
         ({"tangents": True, "biased": True}, "reference"),
@@ -147,6 +158,31 @@ def request(**changes):
 def test_what_auto_takes(changes, name):
     """The capability is part of the request, so the routing of GPUs that are not here is a pure function."""
     assert dispatch._choice("auto", request(**changes)).name == name
+
+
+def test_a_request_says_why_kernels_in_gluon_do_not_serve_it(monkeypatch, capsys):
+    """As on a Hopper GPU: the facts of the call decide, deterministic algorithms among them."""
+    monkeypatch.setattr(dispatch, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(by_hand, "_installed", lambda: "3.6.0")
+    monkeypatch.setattr(dispatch, "triton_fault", lambda device: None)
+    q = torch.empty(1, 32760, 12, 128, dtype=torch.bfloat16, device="meta").requires_grad_()
+    auto = lambda x=q, **options: dispatch.order(dispatch.request_of(x, **options))[0]  # noqa: E731
+    assert auto() == auto(q.detach()) == "triton"
+    lens, mask = torch.empty(1, device="meta"), torch.empty(1, 32760, device="meta", dtype=torch.bool)
+    for options in ({"causal": True}, {"lens": lens}, {"key_mask": mask}, {"bias": lens}):
+        assert auto(**options) == auto(q.detach(), **options) == "sdpa"
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert auto() == "sdpa" and auto(q.detach()) == "triton"
+        print_choice(q, backend="triton")
+    finally:
+        torch.use_deterministic_algorithms(False)
+    told = capsys.readouterr().out
+    assert "forward: in Gluon" in told and "backward: in Triton, not in Gluon: deterministic algorithms" in told
+    monkeypatch.setattr(by_hand, "_installed", lambda: "3.5.0")
+    assert auto() == auto(q.detach()) == "sdpa"
+    print_choice(q)
+    assert "forward: in Triton, not in Gluon: Triton 3.5.0 is none of" in capsys.readouterr().out
 
 
 def test_the_table_answers_by_device_kind_pass_and_size():
@@ -186,6 +222,12 @@ def test_a_cached_choice_depends_on_every_part_of_the_request():
     attention(q, q, q, site="self")
     hits = dispatch._decide.cache_info().hits
     attention(q, q, q, site="self")
+    assert dispatch._decide.cache_info().hits == hits + 1
+    torch.use_deterministic_algorithms(True)
+    try:
+        attention(q, q, q, site="self")
+    finally:
+        torch.use_deterministic_algorithms(False)
     assert dispatch._decide.cache_info().hits == hits + 1
     changes = [{"dtype": torch.float16}, {"queries": 3}, {"masked": True}, {"index": 1}, {"return_lse": True}]
     assert len({request(), *(request(**c) for c in changes)}) == 1 + len(changes)

@@ -17,7 +17,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from core.errors import UserError
 from kernels import attention, attention_reference
-from kernels.attention import attention_varlen, flash_attention, flash_with_tangent
+from kernels.attention import attention_varlen, by_hand, flash_attention, flash_with_tangent
 from kernels.attention.tiles import SMALL, splits, tiles_for
 
 DEVICE = interpret.DEVICE
@@ -54,7 +54,9 @@ def outputs_and_gradients(f, qkv, weights):
     return [out, torch.where(seen, lse, -1e3), *torch.autograd.grad(loss, leaves)]
 
 
-def assert_equals_float64(qkv, dtype, **options):
+def assert_equals_float64(qkv, dtype, bound=None, **options):
+    """Under `bound`, by default the dtype's."""
+    bound = BOUND[dtype] if bound is None else bound
     b, lq, heads, d = qkv[0].shape
     weights = [draw((b, lq, heads, d), 7), draw((b, heads, lq), 8)]
     triton = lambda *x: attention(*x, site="self", backend="triton", return_lse=True, **options)  # noqa: E731
@@ -62,7 +64,7 @@ def assert_equals_float64(qkv, dtype, **options):
     got = outputs_and_gradients(triton, qkv, weights)
     expected = outputs_and_gradients(exact, [x.double() for x in qkv], weights)
     for name, x, y in zip(("out", "lse", "dq", "dk", "dv"), got, expected, strict=True):
-        assert relative(x, y) < BOUND[dtype], (name, relative(x, y))
+        assert relative(x, y) < bound, (name, relative(x, y))
 
 
 @st.composite
@@ -112,9 +114,119 @@ def test_length_one_and_whole_tiles(lq, lk):
 
 @pytest.mark.parametrize("scale", [1e-3, 4.0])
 def test_peaked_and_flat_weights(scale):
-    """Scores up to some hundreds: the weights are one-hot or equal, and nothing overflows."""
+    """Scores up to some thousands: the weights are one-hot or equal, and nothing overflows.
+
+    The exponent is the difference of a score s and the log-sum-exp, both of which float32 holds to |s| 2^-24: so a
+    weight is known to |s| 2^-23, whatever the kernel.
+    """
     q, k, v = tensors(1, 48 * FACTOR, 48 * FACTOR, 1, 1, 16)
-    assert_equals_float64([q * 5, k * 5, v], torch.float32, scale=scale)
+    q, k = q * 5, k * 5
+    largest = scale * torch.einsum("bqhd,bkhd->bhqk", q.double(), k.double()).abs().max().item()
+    assert_equals_float64([q, k, v], torch.float32, BOUND[torch.float32] + largest * 2**-23, scale=scale)
+
+
+def test_sums_become_the_gradient_of_q():
+    """What follows the kernel in Gluon: sums by head, padded, become dQ in the layout of q."""
+    from kernels.attention import launch
+
+    q = laid_out(tensors(2, 35 * FACTOR, 1, 3, 1, 24, torch.float16)[0], "bhld")
+    sums = draw((2, 3, -(-q.shape[1] // 128) * 128, 32), 5)
+    dq = torch.full_like(q, torch.nan)
+    launch.finish_queries(dq, sums, 0.3)
+    assert dq.stride() == q.stride()
+    assert relative(dq, sums[:, :, : q.shape[1], :24].transpose(1, 2) * 0.3) < BOUND[torch.float16]
+
+
+hopper_only = pytest.mark.skipif(
+    not GPU or torch.cuda.get_device_capability()[0] != 9 or by_hand.version_fault() is not None,
+    reason="Gluon has no interpreter; compiled for Hopper, for some versions of Triton",
+)
+IN_GLUON = {"gluon_forward.forward", "triton_backward.prepare", "gluon_backward.backward"} | {
+    "triton_backward.finish_queries"
+}
+
+
+@pytest.fixture
+def launched(monkeypatch):
+    """The names of the kernels that are launched; outputs are full of NaN before."""
+    from kernels.attention import launch
+
+    names, run, output, lse = [], launch._run, launch.new_output, launch.new_lse
+
+    def spy(kernel, *args):
+        names.append(f"{kernel.fn.__module__.split('.')[-1]}.{kernel.fn.__name__}")
+        run(kernel, *args)
+
+    monkeypatch.setattr(launch, "_run", spy)
+    monkeypatch.setattr(launch, "new_output", lambda *args: output(*args).fill_(torch.nan))
+    monkeypatch.setattr(launch, "new_lse", lambda *args: lse(*args).fill_(torch.nan))
+    return names
+
+
+# Each head size is one more compilation of both kernels, 20 seconds each.
+@hopper_only
+@pytest.mark.parametrize("d, dtype", [(128, torch.bfloat16), (72, torch.float16)], ids=str)
+def test_by_hand(launched, d, dtype):
+    """Lengths that tiles divide or not, several samples, grouped heads, each layout; outputs and gradients."""
+    for layout, lq, lk in (("blhd", 2051, 2049), ("bhld", 2048, 2560), ("packed", 2500, 2176)):
+        launched.clear()
+        assert_equals_float64([laid_out(x, layout) for x in tensors(2, lq, lk, 12, 6, d, dtype)], dtype)
+        assert set(launched) == IN_GLUON, launched
+
+
+@hopper_only
+def test_forward_by_hand(launched):
+    """More tiles than processors, and fewer; one key, one query; the same bits again."""
+    for layout, lq, lk in (("blhd", 1027, 1), ("bhld", 128, 1000), ("packed", 64, 4096), ("blhd", 1, 129)):
+        qkv = [laid_out(x, layout) for x in tensors(2, lq, lk, 12, 4, 128, torch.bfloat16)]
+        (out, lse), exact = flash_attention(*qkv, return_lse=True), [x.double() for x in qkv]
+        for x, y in zip((out, lse), attention_reference(*exact, return_lse=True), strict=True):
+            assert relative(x, y) < BOUND[torch.bfloat16], (layout, lq, lk, relative(x, y))
+        assert torch.equal(flash_attention(*qkv), out)
+    assert launched == ["gluon_forward.forward"] * 8
+
+
+@hopper_only
+def test_masks_and_few_tiles_and_results_that_must_repeat_take_the_pair(launched):
+    """So does the forward pass where the kernel in Gluon does not serve."""
+
+    def ran(lk, **options):
+        launched.clear()
+        qkv = tensors(2, 2051, lk, 12, 6, 128, torch.bfloat16)
+        assert_equals_float64(qkv, torch.bfloat16, **options)
+        return set(launched)
+
+    pair = {"triton_backward.prepare", "triton_backward.backward_keys", "triton_backward.backward_queries"}
+    assert ran(2049, causal=True) == ran(2049, lens=torch.tensor([2000, 77], device=DEVICE)) == pair | {
+        "triton_forward.forward"
+    }
+    assert ran(500) == pair | {"gluon_forward.forward"}
+    torch.use_deterministic_algorithms(True, warn_only=True)  # the reference too calls cuBLAS
+    try:
+        assert ran(2049) == pair | {"gluon_forward.forward"}
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+def test_when_the_kernels_in_gluon_serve(monkeypatch):
+    """A function of the call, the GPU and the version of Triton alone."""
+    monkeypatch.setattr(by_hand, "_installed", lambda: "3.6.0")
+    call = by_hand.Call(torch.bfloat16, (9, 0), 128, 1, 12, 32760, 32760, plain=True, repeat=False)
+    serves = lambda **changes: [  # noqa: E731
+        fault(call._replace(**changes)) is None for fault in (by_hand.forward_fault, by_hand.backward_fault)
+    ]
+    assert serves() == serves(head_size=72) == serves(dtype=torch.float16, queries=2048, keys=8192) == [True, True]
+    assert serves(repeat=True) == serves(keys=512) == serves(queries=1000) == [True, False]
+    # 3 * 64 programs fill 73 % of 2 * 132 places, 64 fill 48 % of 132: below 5 / 7 the pair is faster.
+    assert serves(keys=8192, kv_heads=3) == [True, True] and serves(keys=8192, kv_heads=1) == [True, False]
+    for changes in ({"plain": False}, {"capability": (10, 0)}, {"capability": None}, {"dtype": torch.float32},
+                    {"head_size": 256}, {"head_size": 64}, {"describable": False}):  # fmt: skip
+        assert serves(**changes) == [False, False], changes
+    monkeypatch.setattr(by_hand, "_installed", lambda: "3.5.1")
+    assert serves() == [False, False]
+    assert "Triton 3.5.1 is none of the versions that they were compiled with: 3.6" in by_hand.forward_fault(call)
+    assert by_hand.fault_of_version("3.60.0") is not None and by_hand.fault_of_version("3.6.0+git1") is None
+    assert by_hand.fault_of_version(None) == "Triton is not installed"
 
 
 def test_few_keys_split_the_queries():

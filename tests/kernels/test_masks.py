@@ -17,7 +17,10 @@ from torch.func import grad, jvp, vmap
 from torch.utils.checkpoint import checkpoint
 
 from core.errors import UserError
+from kernels.attention import by_hand
+from kernels.attention import masks as masks_module
 from kernels.attention.masks import (
+    HOPPER_DKV,
     block_causal_sink,
     explain_mask,
     plan_attention,
@@ -25,9 +28,19 @@ from kernels.attention.masks import (
     planned_reference,
     turn_back,
 )
-from kernels.attention.plan import BlockCausal, block_mask, delta, intervals, packed, tile_plan, visible_pairs
+from kernels.attention.plan import (
+    BlockCausal,
+    block_mask,
+    delta,
+    intervals,
+    packed,
+    row_bounds,
+    steps,
+    tile_plan,
+    visible_pairs,
+)
 from kernels.attention.planned_flex import flex, flex_block_mask
-from kernels.attention.tiles import Tiles, TileSet
+from kernels.attention.tiles import HOPPER, Tiles, TileSet
 from nn.rope import apply_rope, rope_3d
 
 DEVICE = interpret.DEVICE
@@ -113,6 +126,33 @@ def test_a_plan_visits_what_is_visible_and_nothing_else(case, tile_q, tile_k, tr
     assert sorted(plan.order) == list(range(len(plan.order))) and work == sorted(work, reverse=True)
     assert visible_pairs(spans) == seen.sum()
     assert packed(plan).dtype == np.int32 and len(packed(plan)) == 6 * len(plan.order) + plan.runs.size
+
+
+@settings(max_examples=max(60, settings().max_examples))
+@given(case=masks(), tile_q=st.sampled_from([4, 8, 16]), tile_k=st.sampled_from([4, 8, 16]), transposed=st.booleans())
+def test_steps_and_bounds_show_each_pair_once(case, tile_q, tile_k, transposed):
+    """What the kernels in Gluon read: the same visits, in which the intervals of the rows are the mask."""
+    mask, seen = case
+    spans = intervals(mask)
+    plan, bounds = tile_plan(spans, tile_q, tile_k, transposed=transposed), row_bounds(spans)
+    n, low_high = len(plan.order), bounds.transpose(0, 1, 3, 2).reshape(len(bounds), -1, 2)
+    listed = steps(plan, len(spans.rotated))
+    assert listed.dtype == bounds.dtype == np.int32 and low_high.shape[1] % 128 == 0
+    order, begin, partial, rest = np.split(listed, [n, 2 * n + 1, 3 * n + 1])
+    assert (order == plan.order).all() and begin[-1] == len(rest)
+    count, keys = np.zeros(seen.shape, int), np.arange(seen.shape[1])
+    for tile in range(n):
+        mine = rest[begin[tile] : begin[tile + 1]]
+        assert len(mine) >= max(1, partial[tile])
+        for number, step in enumerate(mine):
+            other, slot, turned = step >> 8, step >> 1 & 127, step & 1
+            assert (slot == 0) == (number >= partial[tile])
+            assert slot in (0, len(spans.rotated) + 1) or turned == spans.rotated[slot - 1]
+            i, j = (other, tile) if transposed else (tile, other)
+            rows = np.arange(i * tile_q, min((i + 1) * tile_q, seen.shape[0]))
+            low, high = low_high[slot, rows].T[..., None]
+            count[rows] += (keys // tile_k == j) & (keys >= low) & (keys < high)
+    assert (count == seen).all()
 
 
 def test_the_published_geometry_costs_little_more_than_its_visible_pairs():
@@ -218,8 +258,8 @@ def outputs_and_gradients(f, tensors):
     return [out, torch.where(seen, lse, -1e3), *torch.autograd.grad(loss, leaves)]
 
 
-def assert_equals_float64(mask, tensors):
-    plans = planned(mask, tensors[0]), exact(mask, tensors[0])
+def assert_equals_float64(mask, tensors, **options):
+    plans = planned(mask, tensors[0], **options), exact(mask, tensors[0])
     run = lambda p: lambda *x: planned_attention(*x, p, return_lse=True)  # noqa: E731
     torch.use_deterministic_algorithms(True)  # fills what torch.empty allocates with NaN
     try:
@@ -283,6 +323,62 @@ def test_repeated_runs_are_bitwise_equal():
     p = planned(TURNED, x[0])
     first, second = (outputs_and_gradients(lambda *t: planned_attention(*t, p, return_lse=True), x) for _ in range(2))
     assert all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
+
+
+def blocks_without_pairs():
+    """Whole tiles of queries that see nothing, and of keys that nobody sees."""
+    blocks = np.ones((5, 6), bool)
+    blocks[2] = blocks[:, 3] = False
+    return block_mask(blocks, 300, 300, 1443, 1707)
+
+
+@pytest.mark.skipif(
+    not GPU or torch.cuda.get_device_capability()[0] != 9 or by_hand.version_fault() is not None,
+    reason="Gluon has no interpreter; compiled for Hopper, for some versions of Triton",
+)
+@pytest.mark.parametrize(
+    "mask", [ROLLING, TURNED, FORCED, sparse_mask(), blocks_without_pairs()],
+    ids=["rolling", "turned", "forced", "sparse", "nothing seen"],
+)  # fmt: skip
+def test_by_hand(monkeypatch, mask):
+    """Outputs and gradients, each new tensor full of NaN before; where results must repeat, the pair for the latter."""
+    from kernels.attention import launch
+
+    launched, run = [], launch._run
+    spy = lambda kernel, *args: [launched.append(kernel.fn.__module__), run(kernel, *args)]  # noqa: E731
+    monkeypatch.setattr(launch, "_run", spy)
+    x = qkv(mask, heads=4, kv_heads=2, d=128, b=2, dtype=torch.bfloat16)
+    tiles = dataclasses.replace(HOPPER[128], dkv=HOPPER_DKV)
+    for repeat in (False, True):
+        launched.clear()
+        # Deterministic algorithms stay on, for the sake of the NaN.
+        monkeypatch.setattr(torch, "are_deterministic_algorithms_enabled", lambda: repeat)  # noqa: B023
+        assert_equals_float64(mask, x, tiles=tiles)
+        assert launched.count("kernels.attention.gluon_forward") == 1
+        assert launched.count("kernels.attention.gluon_backward") == (0 if repeat else 1)
+    p = planned(mask, x[0], tiles=tiles)
+    assert torch.equal(planned_attention(*x, p), planned_attention(*x, p))
+
+
+def test_when_plans_are_for_the_kernels_in_gluon(monkeypatch):
+    """By the table on a Hopper GPU; elsewhere, with another Triton or with too many intervals the plans of Triton's."""
+    monkeypatch.setattr(masks_module, "capability_of", lambda device: (9, 0))
+    monkeypatch.setattr(masks_module, "triton_fault", lambda device: None)
+    monkeypatch.setattr(by_hand, "_installed", lambda: "3.6.0")
+    plan = lambda mask, d=128: plan_attention(  # noqa: E731
+        mask, head_dim=d, dtype=torch.bfloat16, device="cpu", backend="triton"
+    )
+    large = BlockCausal(7, 400, 2, 4, 1, relativistic=True)
+    found = plan(large)
+    assert found.not_by_hand is None and found.plans[2] is not None and found.plans[5] is not None
+    assert found.tiles[:2] == [128, 128] and len(found.tiles) == 20
+    small = plan(BlockCausal(7, 40, 2, 4, 1))
+    assert small.plans[2] is not None and small.plans[5] is None, "too short for the backward kernel"
+    assert "head size 64" in plan(large, 64).not_by_hand and plan(large, 64).plans[2] is None
+    scattered = block_mask(np.arange(300)[None] % 2 == 0, 1, 1, 1, 300)
+    assert "up to 150 separate intervals of keys, above 126" in plan(scattered).not_by_hand
+    monkeypatch.setattr(by_hand, "_installed", lambda: "3.5.0")
+    assert "Triton 3.5.0" in plan(large).not_by_hand and plan(large).plans[2] is None
 
 
 SMALL_MASK = BlockCausal(3, TOKENS, 1, 2, 1, relativistic=True)
