@@ -13,36 +13,42 @@ from core.files import check_target
 from core.geometry import to_video
 from infer.autoencoders import decode_frames
 from infer.conditions import pad_prompts, read_clip_feature, read_embeddings, save_embeddings
-from infer.flags import DTYPES, parser, prompts_of, sampling_of
+from infer.flags import DTYPES, parse, prompts_of, sampling_of
 from infer.folder import Pipeline, open_pipeline, with_weights
 from infer.generate import Sampling, generate, start_step
-from infer.hub import resolve_model
+from infer.hub import PARTS, resolve_model
+from infer.idle import check_idle
 from infer.jobs import Job, Place, Texts, check_jobs, embed_pictures, embed_texts, make_jobs
 from infer.media import contact_sheet, frame_rate, read_video, write_video
 from infer.progress import progress
 from infer.prompts import Prompt, Wanted, plan
+from infer.words import counted
 from kernels import Attention
 from nn.run import Run
 
 FALLBACK_FPS = 16.0  # Wan's own rate
 
 
-def check_outputs(args: argparse.Namespace, wanted: Sequence[Wanted]) -> Path:
-    """The contact sheet to write. Raises UserError for what cannot be written, or would replace what is read."""
+def outputs_of(args: argparse.Namespace, wanted: Sequence[Wanted]) -> list[Path]:
+    """All that is to be written, the contact sheet last. Raises UserError for names with another ending."""
+    if args.save_embeds is not None:
+        return [Path(args.save_embeds)]
     output = Path(args.output)
     sheet = output.with_suffix(".png") if args.contact_sheet is None else Path(args.contact_sheet)
     for flag, path, suffix in (("--output", output, ".mp4"), ("--contact-sheet", sheet, ".png")):
         if path.suffix.lower() != suffix:
             raise UserError(f"{flag} {path}: expected a name ending in {suffix}")
-    outputs = [*(w.output for w in wanted), sheet]
-    outputs += [] if args.save_embeds is None else [Path(args.save_embeds)]
-    outputs += [] if args.preview_every is None else [_preview_of(w.output) for w in wanted]
+    previews = [] if args.preview_every is None else [_preview_of(w.output) for w in wanted]
+    return [*(w.output for w in wanted), *previews, sheet]
+
+
+def check_outputs(args: argparse.Namespace, wanted: Sequence[Wanted], outputs: Sequence[Path]) -> None:
+    """Raises UserError for what cannot be written, or would replace what is read."""
     inputs = {Path(p).resolve() for p in (args.video, *(w.prompt.image for w in wanted)) if p is not None}
     for path in outputs:
         check_target(path)
     clashes = [str(path) for path in dict.fromkeys(outputs) if path.resolve() in inputs]
     raise_faults("these outputs would replace what is read; choose other names (--output, --contact-sheet):", clashes)
-    return sheet
 
 
 def _preview_of(output: Path) -> Path:
@@ -102,6 +108,7 @@ def prepare(args: argparse.Namespace, pipe: Pipeline, prompts: Sequence[Prompt])
     sampled = lambda prompt: sampling_of(args, pipe.defaults, prompt)  # noqa: E731
     given = [] if args.video is None else ["video"]
     samplings, images = check_jobs(pipe, prompts, sampled, title=title, given=given)
+    check_idle(args, pipe, samplings[0].guidance_scale, samplings[0].steps)
     if args.video is not None:
         start_step(samplings[0].steps, args.strength)
     clips = read_starts(args, samplings)
@@ -109,6 +116,22 @@ def prepare(args: argparse.Namespace, pipe: Pipeline, prompts: Sequence[Prompt])
     features = features_of(args, pipe, images)
     videos = {s: pipe.vae.encode(to_video(frames)[None]) for s, frames in clips.items()}
     return make_jobs(pipe, prompts, samplings, texts, images, features, videos)
+
+
+def write_embeddings(args: argparse.Namespace, pipe: Pipeline, prompts: Sequence[Prompt]) -> None:
+    """What `--save-embeds` asks for: the text, with guidance the negative text, and CLIP features of `--image`.
+
+    Raises UserError as `prepare`; sizes matter to a picture alone, which CLIP sees as the video begins with it.
+    """
+    scale, images = pipe.defaults.guidance_scale if args.guidance_scale is None else args.guidance_scale, {}
+    check_idle(args, pipe, scale)
+    if args.image is not None:
+        one = argparse.Namespace(**{**vars(args), "num_frames": 1})
+        _, images = check_jobs(pipe, prompts, lambda prompt: sampling_of(one, pipe.defaults, prompt), title=None)
+    ((text, negative),) = texts_of(args, pipe, prompts, scale != 1.0)
+    features = embed_pictures(pipe, images)
+    save_embeddings(args.save_embeds, text, negative, next((f.float()[None] for f in features.values()), None))
+    print(f"wrote {args.save_embeds}")
 
 
 def make(args: argparse.Namespace, pipe: Pipeline, job: Job, one: Wanted, label: str) -> Tensor:
@@ -148,9 +171,11 @@ def write_all(
 
 
 def needs_of(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:
-    """Encoders that the flags call for."""
-    pictured = args.clip_feature is None and any(p.image is not None for p in prompts)
-    return [*(["text_encoder"] if args.prompt_embeds is None else []), *(["image_encoder"] if pictured else [])]
+    """The models around the transformer that the flags call for."""
+    pictured = any(p.image is not None for p in prompts)
+    wanted = {"vae": args.save_embeds is None or pictured, "text_encoder": args.prompt_embeds is None}
+    wanted["image_encoder"] = pictured and args.clip_feature is None
+    return [name for name, needed in wanted.items() if needed]
 
 
 def run(args: argparse.Namespace) -> None:
@@ -160,34 +185,34 @@ def run(args: argparse.Namespace) -> None:
     """
     prompts = prompts_of(args)
     wanted = plan(prompts, Path(args.output), args.samples_per_prompt, args.seed)
-    sheet = check_outputs(args, wanted)
+    outputs = outputs_of(args, wanted)
+    check_outputs(args, wanted, outputs)
     device = devices.resolve(args.device)
     dtype = devices.default_compute_dtype(device) if args.dtype is None else DTYPES[args.dtype]
     needs = needs_of(args, prompts)
-    folder = resolve_model(args.model, needs)
+    folder = resolve_model(args.model, [name for name in needs if name in PARTS])
     vae = {"vae_dtype": DTYPES[args.vae_dtype], "vae_strips": args.vae_strips}
-    pipe = open_pipeline(folder, device=device, dtype=dtype, needs=["vae", *needs], **vae)
+    pipe = open_pipeline(folder, device=device, dtype=dtype, needs=needs, **vae)
+    if args.save_embeds is not None:
+        return write_embeddings(args, pipe, prompts)
     fps = next(f for f in (args.fps, pipe.defaults.fps, FALLBACK_FPS) if f is not None)
     frame_rate(fps)
-    jobs = prepare(args, pipe, prompts)
-    if args.save_embeds is not None:
-        save_embeddings(args.save_embeds, jobs[0].text, jobs[0].negative, jobs[0].conditions.get("image"))
-        print(f"wrote {args.save_embeds}")
-        return
+    jobs, sheet = prepare(args, pipe, prompts), outputs[-1]
     try:
         write_all(args, with_weights(pipe), jobs, wanted, sheet, fps)
     except OSError as error:
         raise UserError(f"the video could not be written: {error}") from None
     s = jobs[-1].sampling
     if len(wanted) == 1:
-        print(f"wrote {wanted[0].output} ({s.num_frames} frames, {s.width}x{s.height}, {fps:g} fps) and {sheet}")
+        frames = counted(s.num_frames, "frame")
+        print(f"wrote {wanted[0].output} ({frames}, {s.width}x{s.height}, {fps:g} fps) and {sheet}")
     else:
         print(f"wrote {len(wanted)} videos and {sheet}")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; bad input is printed as `error: ...` to stderr, with exit status 2."""
-    args = parser().parse_args(argv)
+    args = parse(argv)
     return exit_status(lambda: run(args))
 
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from core.errors import UserError
 from core.geometry import to_frames
 from core.trees import Params
-from infer.encoders import read_mapping
+from infer.encoders import kind_of, read_mapping
 from nn import patch_codec, wan_vae
 from nn.wan_vae_strips import decode_strips
 
@@ -101,19 +101,22 @@ def load_vae(
 
     Raises:
         UserError: another class, by name; keys and shapes that do not fit the config, before any tensor is read;
-            strips for the patch codec, which has no use for them.
+            strips or a dtype for the patch codec, which has no use for them.
     """
     folder, device = Path(folder), torch.device(device)
     if strips < 1:
         raise UserError(f"the vae's strips are {strips}, expected at least 1")
-    name = read_mapping(folder / "config.json").get("_class_name")
+    config = read_mapping(folder / "config.json")
+    name = config.get("_class_name")
     if name == patch_codec.CLASS_NAME:
         if strips > 1:
             raise UserError(f"{folder}: {name!r} is decoded at once, strips would do nothing")
+        if dtype != torch.float32:
+            raise UserError(f"{folder}: {name!r} stays in float32, a vae_dtype of {dtype} would do nothing")
         return _codec(folder, device)
     if name != wan_vae.CLASS_NAME:
-        ours = f"only {patch_codec.CLASS_NAME!r} and {wan_vae.CLASS_NAME!r}"
-        raise UserError(f"{folder}: {name!r} cannot be run by this version, {ours}")
+        seen, ours = kind_of(config, "_class_name"), f"{patch_codec.CLASS_NAME!r} and {wan_vae.CLASS_NAME!r}"
+        raise UserError(f"{folder}: _class_name {seen} cannot be run as a VAE by this version, only {ours}")
     _, cfg = wan_vae.open_folder(folder)
     if not keep:
         return _wan_vae(cfg, lambda: _read_wan_vae(folder, device, dtype), device, dtype, strips)

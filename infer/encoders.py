@@ -6,13 +6,14 @@ that it and the transformer are never in memory together; one call therefore tak
 Where many calls follow one another, `keep` reads an encoder at the first and holds it.
 """
 
+import contextlib
 import dataclasses
 import gc
 import html
 import importlib
 import importlib.util
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -81,9 +82,10 @@ def read_model(class_name: str, folder: Path, device: torch.device, dtype: torch
     """
     kind = getattr(importlib.import_module(PACKAGE), class_name)
     try:
-        model, info = kind.from_pretrained(
-            folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
-        )
+        with _without_bars():
+            model, info = kind.from_pretrained(
+                folder, dtype=dtype, use_safetensors=True, local_files_only=True, output_loading_info=True
+            )
     except (OSError, ValueError, KeyError, RuntimeError) as error:
         raise UserError(f"{folder}: {class_name} cannot be read: {error}") from error
     faults = [f"missing {key}" for key in sorted(info["missing_keys"])]
@@ -118,6 +120,25 @@ def _user(read: Callable[[], Any], device: torch.device, keep: bool) -> Callable
     return run
 
 
+@contextlib.contextmanager
+def _without_bars() -> Iterator[None]:
+    """No progress bars of `transformers` meanwhile (they are no lines where the output is no terminal); afterwards
+    they, and those of `huggingface_hub` that go with them, are as they were.
+    """
+    ours, hub = (importlib.import_module(name) for name in (f"{PACKAGE}.utils.logging", "huggingface_hub.utils"))
+    if not ours.is_progress_bar_enabled():
+        yield
+        return
+    hidden = hub.are_progress_bars_disabled()
+    ours.disable_progress_bar()
+    try:
+        yield
+    finally:
+        ours.enable_progress_bar()
+        if hidden:
+            hub.disable_progress_bars()
+
+
 def _check_package(folder: Path, what: str) -> None:
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(f"{folder}: {what} needs the package {PACKAGE}: {INSTALL}")
@@ -129,6 +150,13 @@ def read_mapping(path: Path) -> dict[str, Any]:
     if not isinstance(data, dict):
         raise UserError(f"{path}: it holds a {type(data).__name__}, expected a mapping")
     return data
+
+
+def kind_of(config: Mapping[str, Any], key: str) -> str:
+    """What a model's config.json says under `key`, for messages; where it says nothing, what it says instead."""
+    other = "model_type" if key == "_class_name" else "_class_name"
+    instead = f" ({other} is {config[other]!r})" if key not in config and other in config else ""
+    return f"{config.get(key)!r}{instead}"
 
 
 # --- text -----------------------------------------------------------------------------------------------------
@@ -190,12 +218,13 @@ def load_text_encoder(
     `keep` reads the weights at the first call and holds them; without it every call reads and frees them. Raises
     UserError naming the kind it cannot run.
     """
-    name = read_mapping(Path(folder) / "config.json").get("model_type")
+    config = read_mapping(Path(folder) / "config.json")
+    name = config.get("model_type")
     if name == UMT5:
         return umt5_encoder(folder, device=torch.device(device), dtype=dtype, keep=keep)
     if name != text_hash.MODEL_TYPE:
         raise UserError(
-            f"{folder}: text encoder {name!r} cannot be run by this version, only {UMT5!r} and "
+            f"{folder}: text encoder {kind_of(config, 'model_type')} cannot be run by this version, only {UMT5!r} and "
             f"{text_hash.MODEL_TYPE!r}; give precomputed prompt embeddings instead"
         )
     cfg = text_hash.load(folder)
@@ -222,11 +251,10 @@ def load_image_encoder(
     """
     folder = Path(folder)
     config = read_mapping(folder / "config.json")
-    name = config.get("model_type")
-    if name != CLIP_VISION:
+    if config.get("model_type") != CLIP_VISION:
         raise UserError(
-            f"{folder}: image encoder {name!r} cannot be run by this version, only {CLIP_VISION!r}; "
-            "give a precomputed clip_feature instead"
+            f"{folder}: image encoder {kind_of(config, 'model_type')} cannot be run by this version, only "
+            f"{CLIP_VISION!r}; give a precomputed clip_feature instead"
         )
     _check_package(folder, "the image encoder")
     processor_folder = folder.parent / "image_processor"

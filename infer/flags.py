@@ -2,15 +2,17 @@
 
 import argparse
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 
 import torch
 
-from core.errors import UserError, raise_faults
+from core.errors import raise_faults
 from core.files import text_fault
 from core.geometry import geometry_rule
 from infer.folder import Defaults
 from infer.generate import Sampling
+from infer.idle import idle_beside_prompts, idle_flags
 from infer.prompts import Prompt, read_prompts
 from infer.samplers import SAMPLERS
 from kernels.attention import BACKENDS
@@ -20,6 +22,7 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 OVER_DEFAULTS = ("num_frames", "height", "width", "steps", "guidance_scale", "sampler", "flow_shift")
 SIZES = ("num_frames", "height", "width")
 POLICIES = ("keep", "zero", "drop")
+TOGETHER = "these flags do not go together:"
 
 
 def _policy(text: str) -> tuple[str, str]:
@@ -103,6 +106,14 @@ def parser() -> argparse.ArgumentParser:
     return p
 
 
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """The command line, and in `given` the names of the flags that are on it, whatever their values."""
+    args, unset = parser().parse_args(argv), []  # a list: --unconditional appends to a copy of it
+    marked = parser().parse_args(argv, argparse.Namespace(**dict.fromkeys(vars(args), unset)))
+    args.given = frozenset(name for name, value in vars(marked).items() if value is not unset)
+    return args
+
+
 def sampling_of(args: argparse.Namespace, defaults: Defaults, prompt: Prompt = Prompt("")) -> Sampling:
     """The prompt's sizes over the command line over the folder's defaults.
 
@@ -113,10 +124,6 @@ def sampling_of(args: argparse.Namespace, defaults: Defaults, prompt: Prompt = P
     values = {k: getattr(defaults, k) if v is None else v for k, v in given.items()}
     missing = [f"--{k.replace('_', '-')}" for k, v in values.items() if v is None]
     raise_faults("the folder has no default for these, so they must be given:", missing)
-    idle = [flag for flag, given in (("--negative-prompt", args.negative_prompt), ("--guidance-rescale",
-            args.guidance_rescale), ("--two-pass-guidance", args.two_pass_guidance)) if given]  # fmt: skip
-    if values["guidance_scale"] == 1.0 and idle:
-        raise UserError(f"guidance is off (scale 1), so {', '.join(idle)} would do nothing: give --guidance-scale too")
     return Sampling(
         **values,
         guidance_rescale=args.guidance_rescale,
@@ -141,10 +148,11 @@ def prompts_of(args: argparse.Namespace) -> list[Prompt]:
         faults.append("--save-embeds is for a single --prompt")
     if args.preview_every is not None and args.preview_every < 1:
         faults.append(f"--preview-every is {args.preview_every}, expected at least 1")
-    raise_faults("these flags do not go together:", faults)
+    raise_faults(TOGETHER, faults + idle_flags(args))
     image = None if args.image is None else Path(args.image)
     if args.prompt_file is None:
         label = args.prompt if args.prompt is not None else Path(args.prompt_embeds).name
         return [Prompt(label, image=image)]
     found = read_prompts(args.prompt_file)
+    raise_faults(TOGETHER, idle_beside_prompts(args, found))
     return [dataclasses.replace(p, image=image) if p.image is None else p for p in found]

@@ -16,6 +16,7 @@ from infer.folder import Pipeline
 from infer.guidance import guided
 from infer.samplers import sample, schedule_of
 from infer.schedules import is_int, is_number
+from infer.words import counted
 from nn import wan
 from nn.run import Run
 from nn.wan_i2v import with_clean_frame
@@ -95,7 +96,8 @@ def start_step(steps: int, strength: float) -> int:
         raise UserError(f"strength is {strength!r}, expected a number above 0, at most 1")
     left = int(steps * strength)
     if left < 1:
-        raise UserError(f"strength {strength} of {steps} steps leaves none to do: at least {1 / steps:.3g} is needed")
+        said = f"strength {strength} of {counted(steps, 'step')} leaves none to do"
+        raise UserError(f"{said}: at least {1 / steps:.3g} is needed")
     return steps - left
 
 
@@ -196,7 +198,7 @@ def generate(
     pictured = conditions is not None and len(conditions) > 0
     check_sampling(pipe, sampling, ["image"] if pictured else [])
     if len(seeds) != text.shape[0]:
-        raise UserError(f"{len(seeds)} seeds for {text.shape[0]} prompts")
+        raise UserError(f"{counted(len(seeds), 'seed')} for {counted(text.shape[0], 'prompt')}")
     x, start = initial_noise(latent_shape(pipe, sampling), seeds), 0
     if video is not None:
         start = start_step(sampling.steps, strength)

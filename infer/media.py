@@ -15,9 +15,11 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from core.errors import UserError
+from core.errors import UserError, named
 from core.files import atomic_file
 from core.geometry import longest_valid, nearest_valid
+from infer.orientation import orientation, upright
+from infer.words import counted
 
 # swscale's SWS_BICUBIC | SWS_FULL_CHR_H_INT | SWS_ACCURATE_RND: its fast default truncates instead of
 # rounding and darkens every picture by more than one level of 255 per conversion.
@@ -115,20 +117,22 @@ def resample(frames: Iterable[tuple[Fraction, Any]], fps: Fraction) -> Iterator[
 def _to_rgb(frame: av.VideoFrame, size: tuple[int, int] | None) -> Tensor:
     """One decoded frame as uint8 `[H, W, 3]`, upright, scaled to `size`."""
     rgb = torch.from_numpy(frame.reformat(format="rgb24", interpolation=_SWSCALE_FLAGS).to_ndarray())
-    rgb = torch.rot90(rgb, round(frame.rotation / 90), dims=(0, 1))
+    rgb = upright(rgb, orientation(frame))
     return rgb.contiguous() if size is None else resize_cover(rgb[None], size)[0]
 
 
 def _too_short(path, asked: int, start: int, found: int, in_file: int, fps: Fraction | None) -> UserError:
-    counted = f"{found} frames"
+    has = counted(found, "frame")
     if fps is not None:
-        counted = f"{in_file} frames, {found} after resampling to {float(fps):g} fps"
+        has = f"{counted(in_file, 'frame')}, {found} after resampling to {float(fps):g} fps"
     left = longest_valid(found - start)
     advice = f"the longest valid count (4k+1) from there is {left}" if left > 0 else "no frame is left there"
-    return UserError(f"{path}: asked for {asked} frames from frame {start}, the clip has {counted}: {advice}")
+    return UserError(f"{path}: asked for {counted(asked, 'frame')} from frame {start}, the clip has {has}: {advice}")
 
 
 def _check_request(path: Path, num_frames: int | None, start: int, size: tuple[int, int] | None) -> None:
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder, expected a video or a picture")
     if not path.is_file():
         raise UserError(f"{path}: no such file")
     if num_frames is not None and num_frames < 1:
@@ -184,8 +188,9 @@ def probe(path: str | Path, fps: float | Fraction | None = None) -> ClipInfo:
         fps = _rate_of(path, stream, rate)
     shown = ((time, None) for time in sorted(times))
     frames = len(times) if rate is None else sum(1 for _ in resample(shown, rate))
-    size = (first.height, first.width)
-    height, width = size if round(first.rotation / 90) % 2 == 0 else size[::-1]
+    with named(str(path)):
+        turned = orientation(first).transposed
+    height, width = (first.width, first.height) if turned else (first.height, first.width)
     return ClipInfo(frames, len(times), fps, height, width)
 
 
@@ -201,7 +206,7 @@ def read_video(
 
     `fps` resamples in time by the nearest timestamp (None: every frame of the file); `start` and `num_frames`
     count frames after resampling, None meaning all to the end. `size` = (height, width) scales to cover and
-    crops the centre, see `resize_cover`. Rotation stored in the file is applied, mirroring is not.
+    crops the centre, see `resize_cover`. Frames are as they are shown: turned and mirrored as the file says.
 
     Raises UserError naming the file when it is missing, cannot be decoded, has no video stream, or is
     shorter than asked (with the frames found before and after resampling and the longest valid count).
@@ -216,7 +221,8 @@ def read_video(
         found, frames = 0, []
         for frame in itertools.islice(kept, stop):
             if found >= start:
-                frames.append(_to_rgb(frame, size))
+                with named(str(path)):
+                    frames.append(_to_rgb(frame, size))
             found += 1
         if len(frames) < (1 if num_frames is None else num_frames):
             raise _too_short(path, num_frames if num_frames is not None else 1, start, found, counter[0], rate)

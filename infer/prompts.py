@@ -61,7 +61,8 @@ def _faults(row: Any, folder: Path) -> list[str]:
         faults.append(f"seed is {row['seed']}, expected an integer of 64 bits")
     image = row.get("image")
     if isinstance(image, str) and not (folder / image).is_file():
-        faults.append(f"image {folder / image}: no such file")
+        what = "is a folder, expected a picture" if (folder / image).is_dir() else "no such file"
+        faults.append(f"image {folder / image}: {what}")
     return faults
 
 

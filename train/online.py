@@ -17,15 +17,17 @@ import torch
 from core.errors import UserError, raise_faults
 from infer.autoencoders import Vae
 from infer.encoders import UMT5, read_mapping
+from infer.words import counted
 from nn import text_hash
 from train.config import Data, Encode
 from train.data import Dataset, Origin, bucketed
 from train.preprocess.buckets import Bucket, Clip, Unusable, buckets_of, survey
 from train.preprocess.encode import encode_clip
-from train.preprocess.metadata import Entry, read_metadata
+from train.preprocess.metadata import read_metadata
 from train.preprocess.models import CONFIG, Models, Sources, find_sources, open_models, strides, with_dtype
 from train.preprocess.record import MODELS, fingerprint
 from train.preprocess.settings import Encoding
+from train.preprocess.stamps import changed
 from train.rows import RowType, Signature, signature_of
 
 WIDTHS = {UMT5: "d_model", text_hash.MODEL_TYPE: "dim"}  # the entry of a text encoder's config
@@ -65,28 +67,35 @@ def signature(row_type: RowType, bucket: Bucket, vae: Vae, sources: Sources) -> 
 def usable(placed: Sequence[Clip | Unusable], path: str, skip: bool, log: Callable[[str], None]) -> list[Clip]:
     """The usable clips. Raises UserError listing the others, unless they are to be skipped; the log then has them."""
     unusable = [clip for clip in placed if isinstance(clip, Unusable)]
-    what = f"{path}: {len(unusable)} of {len(placed)} clips cannot be used"
+    what = f"{path}: {len(unusable)} of {counted(len(placed), 'clip')} cannot be used"
     if not skip or len(unusable) == len(placed):
         advice = "" if len(unusable) == len(placed) else " (training.data.encode.skip_unusable: true leaves them out)"
         raise_faults(what + advice, map(str, unusable))
     if unusable:
-        log(f"{what} and are left out: " + "; ".join(map(str, unusable)))
+        log(f"{what} and {'is' if len(unusable) == 1 else 'are'} left out: " + "; ".join(map(str, unusable)))
     return [clip for clip in placed if isinstance(clip, Clip)]
 
 
 def sample(
     clips: Sequence[Clip], settings: Encoding, models: Callable[[], Models], row_type: RowType, row: int
 ) -> dict[str, Any]:
-    """Sample `row`. Raises UserError naming the clip when it cannot be decoded."""
+    """Sample `row`. Raises UserError naming the clip when it cannot be decoded, or has changed since it was indexed."""
     clip = clips[row]
+    if clip.stamp is not None and changed(clip.entry.path, clip.stamp):
+        raise UserError(
+            f"{clip.entry.path}: changed since training began, so its sample would be another: put the clip back, or "
+            "start anew with the changed one"
+        )
     return encode_clip(clip.entry, clip.bucket, settings, models(), row_type)
 
 
-def identity(entries: Sequence[Entry], settings: Encoding, sources: Sources) -> str:
-    """Changes when a sample would: with names, captions, settings and models; not with the place of any of them."""
+def identity(clips: Sequence[Clip], settings: Encoding, sources: Sources) -> str:
+    """Changes when a sample would: with names, captions, contents of the clips (see `stamps`), settings and models; not
+    with the place of any of them, nor with their times.
+    """
     given = {name: getattr(sources, name) for name in MODELS}
     text = {
-        "entries": [(entry.name, entry.caption) for entry in entries],
+        "clips": [(c.entry.name, c.entry.caption, None if c.stamp is None else c.stamp.digest) for c in clips],
         "settings": {name: getattr(settings, name) for name in Encoding.model_fields},
         "models": {name: None if folder is None else fingerprint(folder) for name, folder in given.items()},
     }
@@ -114,7 +123,7 @@ def open_online(
         functools.partial(sample, clips, settings, models, row_type),
         lambda row: f"{path}, row {clips[row].row} ({clips[row].entry.name})",
         next((clip.fps for clip in clips if clip.bucket.frames > 1), None),
-        identity([clip.entry for clip in clips], settings, sources),
+        identity(clips, settings, sources),
     )
     places = np.stack([np.zeros(len(clips), int), np.arange(len(clips))], axis=1)
     return Dataset(row_type, (), places, *bucketed([signatures[clip.bucket] for clip in clips]), origin=origin)

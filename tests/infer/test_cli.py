@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 
 from core.errors import UserError
 from infer import __main__ as cli
-from infer.__main__ import main, parser, sampling_of
+from infer.__main__ import main
+from infer.flags import parser, sampling_of
 from infer.folder import INDEX, Defaults, load_pipeline, save_pipeline
 from infer.generate import Sampling
 from infer.media import read_video

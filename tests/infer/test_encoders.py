@@ -219,14 +219,38 @@ def test_saved_embeddings_make_the_same_video(real, tmp_path, monkeypatch):
     saved = str(tmp_path / "e.safetensors")
     with monkeypatch.context() as patch:
         patch.setattr(cli, "with_weights", lambda pipe: pytest.fail("the transformer was read"))
-        assert main([*argv, *asked, "--save-embeds", saved]) == 0
+        assert main([*argv[:4], *asked, "--save-embeds", saved]) == 0
     assert not out.exists() and set(load_file(saved)) == {"prompt_embeds", "negative_prompt_embeds", "clip_feature"}
     bare = shutil.copytree(real("i2v").folder, tmp_path / "bare", ignore=shutil.ignore_patterns("*_encoder"))
     argv[1] = str(bare)
     assert main([*argv, "--prompt-embeds", saved, "--clip-feature", saved, "--image", str(png)]) == 0
     assert same_video(read_video(out).frames, expected)
     (tmp_path / "p.json").write_text(json.dumps({"data": [{"caption": "a"}, {"caption": "b"}]}))
-    assert main([*argv, "--prompt-file", str(tmp_path / "p.json"), "--save-embeds", saved]) == 2
+    assert main([*argv[:4], "--prompt-file", str(tmp_path / "p.json"), "--save-embeds", saved]) == 2
+
+
+@pytest.mark.parametrize("shown, hub", [(True, True), (True, False), (False, True)])
+def test_reading_an_encoder_draws_no_bars_and_leaves_those_of_others_as_they_were(real, capsys, shown, hub):
+    from huggingface_hub import utils
+    from transformers.utils import logging
+
+    def switch(bars, of_hub):
+        (logging.enable_progress_bar if bars else logging.disable_progress_bar)()
+        (utils.enable_progress_bars if of_hub else utils.disable_progress_bars)()
+
+    before = logging.is_progress_bar_enabled(), not utils.are_progress_bars_disabled()
+    folder = real("t2v").folder / "text_encoder"
+    try:
+        switch(shown, hub)
+        capsys.readouterr()
+        load_text_encoder(folder).embed(["a ball"])
+        assert capsys.readouterr() == ("", "")
+        assert (logging.is_progress_bar_enabled(), not utils.are_progress_bars_disabled()) == (shown, hub)
+        with pytest.raises(UserError, match="cannot be read"):
+            encoders.read_model("UMT5EncoderModel", folder.parent / "vae", CPU, torch.float32)
+        assert logging.is_progress_bar_enabled() == shown
+    finally:
+        switch(*before)
 
 
 # --- folders --------------------------------------------------------------------------------------------------

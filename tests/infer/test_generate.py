@@ -222,7 +222,7 @@ def test_guidance_needs_a_negative_embedding():
 def test_seeds_and_prompts_must_be_as_many():
     cfg = tiny_config(num_layers=1)
     params, _, text, negative = case(cfg, 0, 2)
-    with pytest.raises(UserError, match="1 seeds for 2 prompts"):
+    with pytest.raises(UserError, match="1 seed for 2 prompts"):
         generate(pipeline(cfg, params), Sampling(5, 16, 16), text, negative, [0])
 
 

@@ -353,7 +353,7 @@ BAD_FLAGS = {
     "strips": (["--prompt", "a", "--vae-strips", 0], ["the vae's strips are 0"]),
     "samples": (["--prompt", "a", "--samples-per-prompt", 0], ["samples per prompt is 0"]),
     "strength": (["--prompt", "a", "--video", "PNG", "--strength", 0.1], ["leaves none to do: at least 0.333"]),
-    "short": (["--prompt", "a", "--video", "PNG"], ["asked for 9 frames", "the clip has 1 frames"]),
+    "short": (["--prompt", "a", "--video", "PNG"], ["asked for 9 frames", "the clip has 1 frame"]),
     "sizes": (["--prompt-file", "FILE"], ["data[1]: this video size", "num_frames is 6", "nearest valid 5 or 9"]),
 }
 

@@ -5,6 +5,7 @@ import struct
 from fractions import Fraction
 
 import av
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -171,6 +172,71 @@ def test_the_rotation_stored_in_the_file_is_applied(tmp_path):
     (tmp_path / "a.mp4").write_bytes(data)
     upright = read_video(tmp_path / "a.mp4").frames
     assert psnr(upright, torch.rot90(frames, -1, dims=(1, 2))) > 34
+
+
+# Of a picture [H, W]: `(a, b, c, d)` of its display matrix, by which column x and row y go to (ax + cy, bx + dy).
+TURNS = [(a, 0, 0, d) for a in (1, -1) for d in (1, -1)] + [(0, b, c, 0) for b in (1, -1) for c in (1, -1)]
+
+
+def store_matrix(path, matrix) -> None:
+    """Stores a display matrix in an MP4: ISO/IEC 14496-12, 8.3.2."""
+    data = bytearray(path.read_bytes())
+    at = data.index(b"tkhd") + 44
+    a, b, c, d = (round(v * 65536) for v in matrix)
+    data[at : at + 36] = struct.pack(">9i", a, b, 0, c, d, 0, 0, 0, 1 << 30)
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("matrix", TURNS)
+def test_a_display_matrix_is_applied_mirrored_or_not(tmp_path, matrix):
+    """Pixel by pixel as the matrix says; written without loss, so that the same decoding gives the same numbers."""
+    a, b, c, d = matrix
+    path = tmp_path / "a.mp4"
+    write_video(path, gradient(3, 32, 48), 25, crf=0)
+    plain = read_video(path).frames
+    y, x = torch.meshgrid(torch.arange(32), torch.arange(48), indexing="ij")
+    column, row = a * x + c * y, b * x + d * y
+    column, row = column - column.min(), row - row.min()
+    expected = torch.zeros(3, int(row.max()) + 1, int(column.max()) + 1, 3, dtype=torch.uint8)
+    expected[:, row, column] = plain
+    store_matrix(path, matrix)
+    assert torch.equal(read_video(path).frames, expected)
+    info = probe(path)
+    assert (info.height, info.width) == expected.shape[1:3]
+
+
+def test_a_turn_by_no_right_angle_is_refused(tmp_path):
+    write_video(tmp_path / "a.mp4", gradient(2), 25)
+    half = math.sqrt(0.5)
+    store_matrix(tmp_path / "a.mp4", (half, half, -half, half))
+    for read in (probe, read_video):
+        with pytest.raises(UserError, match=r"a\.mp4: it is to be turned by no right angle \(display matrix 0.707, "):
+            read(tmp_path / "a.mp4")
+
+
+@pytest.mark.parametrize("ending, mode", [("jpg", "RGB"), ("jpg", "L"), ("png", "RGB"), ("png", "P"), ("webp", "RGB")])
+def test_pictures_are_as_their_exif_orientation_says(tmp_path, ending, mode):
+    """All eight, compared with Pillow; of JPEG only what the other way of making colours from chroma leaves open."""
+    from PIL import Image, ImageOps
+
+    path = tmp_path / f"a.{ending}"
+    picture = Image.fromarray(gradient(1, 24, 40)[0].numpy()).convert(mode)
+    for orientation in range(1, 9):
+        exif = Image.Exif()
+        exif[0x0112] = orientation
+        picture.save(path, exif=exif, **({"lossless": True} if ending == "webp" else {"quality": 95}))
+        with Image.open(path) as stored:
+            expected = torch.from_numpy(np.array(ImageOps.exif_transpose(stored).convert("RGB")))
+        (frame,) = read_video(path).frames
+        assert frame.shape == expected.shape == (probe(path).height, probe(path).width, 3)
+        error = (frame.float() - expected.float()).abs()
+        assert error.mean() < 1.5 if ending == "jpg" else error.max() == 0, orientation
+
+
+def test_a_folder_is_no_clip(tmp_path):
+    for read in (probe, read_video):
+        with pytest.raises(UserError, match="is a folder, expected a video or a picture"):
+            read(tmp_path)
 
 
 @pytest.mark.parametrize("aspect, square", [(Fraction(2), False), (Fraction(400, 401), True), (Fraction(1, 2), False)])

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import shutil
 
 import pytest
 import torch
@@ -13,7 +14,7 @@ from core.errors import UserError
 from infer import encoders
 from infer.media import write_video
 from train.config import Encode
-from train.data import batches, batches_per_epoch, first_fps, open_dataset, where
+from train.data import batches, first_fps, open_dataset, where
 from train.online import open_online
 from train.preprocess import Settings, Sources, preprocess
 from train.recipe_data import fingerprint
@@ -64,7 +65,7 @@ def test_batches_are_those_of_the_preprocessed_set(sets, data, kind, models, sta
     for size in (1, 2):
         how = {"key": KEY, "batch_size": size, "start": start}
         pairs = zip(batches(stored, **how), batches(online, **how), strict=False)
-        seen = list(itertools.islice(pairs, 2 * batches_per_epoch(stored, size)))
+        seen = list(itertools.islice(pairs, 2 * len(stored)))
         assert all(same(a, b) for a, b in seen)
         channels = {"text"} | ({"first_frame"} if kind == "i2v" else set())
         channels |= {"image"} if kind == "i2v" and models == "wan" else set()
@@ -104,7 +105,7 @@ def test_unusable_clips_are_refused_at_the_start_or_left_out(sets, tmp_path):
     assert all(same(a, b) for a, b in itertools.islice(pairs, 6))
     assert fingerprint(online) == fingerprint(whole) and where(online, 1) == f"{data}, row 3 (1.mp4)"
     (tmp_path / "none.json").write_text(json.dumps([{"path": "gone.mp4", "caption": ""}]))
-    with pytest.raises(UserError, match="1 of 1 clips cannot be used"):
+    with pytest.raises(UserError, match="1 of 1 clip cannot be used"):
         open_online(tmp_path / "none.json", T2V, encode.model_copy(update={"skip_unusable": True}), CPU)
 
 
@@ -116,17 +117,43 @@ def test_a_clip_that_goes_away_during_training_is_named(sets, tmp_path):
         list(itertools.islice(batches(online, key=KEY, batch_size=1), 5))
 
 
+def test_a_clip_that_changes_during_training_is_named(sets, data, tmp_path):
+    """Not one that is only touched or copied."""
+    _, encode = sets("t2v", "codec")
+    copied = shutil.copytree(data.parent, tmp_path / "clips")
+    online = open_online(copied / data.name, T2V, encode, CPU)
+    shutil.copyfile(copied / "1.mp4", copied / "copy")
+    (copied / "copy").replace(copied / "1.mp4")
+    list(itertools.islice(batches(online, key=KEY, batch_size=1), 5))
+    write_video(copied / "1.mp4", moving(8, 6, 48, 32), 8)
+    with pytest.raises(UserError, match=r"1\.mp4: changed since training began"):
+        list(itertools.islice(batches(online, key=KEY, batch_size=1), 5))
+
+
+def test_a_run_does_not_resume_with_an_edited_clip(recipe, sets, data, tmp_path):
+    copied = shutil.copytree(data.parent, tmp_path / "clips")
+    _, online = changes_of(*sets("t2v", "codec"), copied / data.name, "t2v")
+    train(recipe(tmp_path / "run", {**online, "training.loop.max_train_steps": 1}))
+    write_video(copied / "1.mp4", moving(8, 6, 48, 32), 8)
+    with pytest.raises(UserError, match="cannot be resumed(.|\n)*fingerprint"):
+        train(recipe(tmp_path / "run", {**online, "training.checkpoint.resume_from_checkpoint": "latest"}))
+
+
 def test_the_identity_changes_when_samples_would(sets, data, fitted, tmp_path):
     _, encode = sets("t2v", "codec")
     base = fingerprint(open_online(data, T2V, encode, CPU))
-    assert fingerprint(open_online(write_clips(tmp_path / "elsewhere"), T2V, encode, CPU)) == base
+    copied = shutil.copytree(data.parent, tmp_path / "elsewhere", copy_function=shutil.copyfile)
+    assert fingerprint(open_online(copied / data.name, T2V, encode, CPU)) == base
     rows = json.loads(data.read_text())
     changed = data.parent / "other.json"
     changed.write_text(json.dumps([rows[0] | {"caption": "another"}, *rows[1:]]))
     others = [open_online(changed, T2V, encode, CPU)]
+    write_video(copied / "3.mp4", moving(9, 5, 56, 40), 8)  # the same name, size and length, other contents
+    others.append(open_online(copied / data.name, T2V, encode, CPU))
     for change in ({"fps": 7.6}, {"max_crop": 0.6}, {"buckets": BUCKETS[:2] + ("32x32",)}):
         others.append(open_online(data, T2V, encode.model_copy(update=change), CPU))
     assert len({base, *map(fingerprint, others)}) == 1 + len(others)
+    assert fingerprint(open_online(data, T2V, encode, CPU)) == base
 
 
 @pytest.mark.parametrize(

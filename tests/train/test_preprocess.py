@@ -80,7 +80,8 @@ def test_the_output_folder(made):
     assert manifest["settings"]["num_frames"] == 9 and manifest["clips"] == 3 and manifest["versions"]["torch"]
     assert manifest["complete"] is True and manifest["models"]["vae"]["folder"] == "vae"
     prompts = json.loads((made / "validation.json").read_text())
-    assert prompts == {"data": [{"caption": "waves, number 0"}, {"caption": "waves, number 1"}]}
+    size = {"num_frames": 9, "height": 32, "width": 48}
+    assert prompts == {"data": [{"caption": f"waves, number {i}", **size} for i in (0, 1)]}
     file = pq.ParquetFile(made / "data" / "part-00000.parquet")
     assert file.schema_arrow.equals(T2V.schema)
     assert [file.metadata.row_group(g).num_rows for g in range(file.metadata.num_row_groups)] == [2, 1]

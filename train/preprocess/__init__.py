@@ -3,6 +3,7 @@
     metadata   which clips there are                 buckets   which size each gets, or why it cannot be used
     models     the VAE and the encoders              encode    a clip as a sample
     parts      the files of a set, one by one        finish    report, validation prompts, the mark of completeness
+    stamps     what a clip was when it was encoded   stop      SIGTERM and SIGINT
     record     what a set was made with              run       all of it, for one rank
 
 A set holds `data/*.parquet`, `reports/`, `report.json`, `preprocess.json` (what it was made with), `validation.json`

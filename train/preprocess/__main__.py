@@ -12,10 +12,12 @@ from core import devices
 from core.config import validate
 from core.errors import UserError, exit_status
 from core.geometry import geometry_rule
+from infer.words import counted
 from train.preprocess.finish import Outcome, listed
 from train.preprocess.models import find_sources
 from train.preprocess.run import preprocess
 from train.preprocess.settings import Settings
+from train.preprocess.stop import Stopped, ignore_signals, stop_signals
 
 RULE = """buckets: a clip is resampled to --fps by nearest timestamp and its frames are counted. Of the buckets with at
 most so many frames it gets one of those with the most, of these the nearest in aspect ratio, of these the largest. Its
@@ -23,9 +25,10 @@ first frames are scaled until they cover the bucket, and the centre is cropped. 
 shortest bucket, or more than --max-crop of whose area would be lost, or that would be enlarged more than --max-upscale
 times, is not used; report.json says why.
 
-Run again, it goes on where it was stopped. Under torchrun every process makes its share of the parts.
+Run again, it goes on where it was stopped; a clip whose contents have changed since is encoded again, with its part.
+Under torchrun every process makes its share of the parts.
 
-exit status: 0: every clip was used; 1: some were not; 2: nothing was made.
+exit status: 0: every clip was used; 1: some were not; 2: an error; 143, 130: stopped by SIGTERM, SIGINT (Ctrl-C).
 
 example: python -m train.preprocess --data videos.csv --output data/mine --num-frames 33 --height 96 --width 160
 example: python -m train.preprocess --data videos.csv --output data/wan --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
@@ -104,32 +107,44 @@ def device_of(asked: str | None, world: int, local: int) -> torch.device:
 
 def report(args: argparse.Namespace, done: Outcome, rank: int) -> int:
     """Says what was made, and returns the exit status."""
+    clips = counted(done.clips, "clip")
     if not done.complete:
-        print(f"rank {rank}: its {done.clips} clips are done; {args.output} is complete when the other ranks' are")
+        are = "is" if done.clips == 1 else "are"
+        print(f"rank {rank}: its {clips} {are} done; {args.output} is complete when the other ranks' are")
         return 0  # another status would make torchrun end the ranks that are at work
     quality = "" if done.psnr is None else f" (the codec rebuilds the clips at {done.psnr:.1f} dB)"
-    print(f"wrote {args.output}: {done.rows} rows of {done.clips} clips{quality}")
+    print(f"wrote {args.output}: {counted(done.rows, 'row')} of {clips}{quality}")
     if done.unusable:
-        print(f"{len(done.unusable)} of {done.clips} clips were not used:", file=sys.stderr)
+        were = "was" if len(done.unusable) == 1 else "were"
+        print(f"{len(done.unusable)} of {clips} {were} not used:", file=sys.stderr)
         print("".join(f"  - {line}\n" for line in listed(done.unusable)), end="", file=sys.stderr)
     return 1 if done.unusable else 0
 
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Runs the command; bad input is printed as `error: ...` to stderr. For the exit status see `RULE`."""
-    args, status = parser().parse_args(argv), []
+    args, status, prefix = parser().parse_args(argv), [], []
 
     def work() -> None:
         rank, world, local = ranks(os.environ)
+        prefix.extend([f"rank {rank}: "] if world > 1 else [])
         settings, device = settings_of(args), device_of(args.device, world, local)
         sources = find_sources(args.model, args.vae, args.text_encoder, args.image_encoder, row_type=settings.row_type)
         how = {name: getattr(args, name) for name in ("overwrite", "strict", "retry_unusable")}
-        how |= {"device": device, "rank": rank, "world": world}
+        how |= {"device": device, "rank": rank, "world": world, "stop": received}
         status.append(report(args, preprocess(args.data, args.output, settings, sources, **how), rank))
 
-    failed = exit_status(work)
+    with stop_signals() as received:
+        try:
+            failed = exit_status(work)
+        except Stopped as stopped:
+            print("".join(prefix) + stopped.message(args.output), file=sys.stderr, flush=True)
+            return 128 + stopped.number
     return failed if failed else status[0]
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    code = main()
+    if code > 128:
+        ignore_signals()
+    sys.exit(code)

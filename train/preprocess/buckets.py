@@ -17,8 +17,10 @@ from core.errors import UserError, raise_faults
 from core.geometry import check_geometry
 from infer.media import ClipInfo, frame_rate, probe
 from infer.progress import progress
+from infer.words import counted
 from train.preprocess.metadata import Entry
 from train.preprocess.settings import Encoding
+from train.preprocess.stamps import Stamp, stamp
 
 FORM = re.compile(r"([1-9]\d*)x([1-9]\d*)(?:x([1-9]\d*))?")
 SIZES = ("num_frames", "height", "width")
@@ -39,12 +41,15 @@ class Bucket:
 
 @dataclasses.dataclass(frozen=True)
 class Clip:
-    """A usable clip: its row in the metadata, its entry, its bucket, and its rate after resampling."""
+    """A usable clip: its row in the metadata, its entry, its bucket, its rate after resampling, and what its file was
+    when it was probed (None where it was gone a moment later).
+    """
 
     row: int
     entry: Entry
     bucket: Bucket
     fps: float
+    stamp: Stamp | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,10 +126,10 @@ def choose(info: ClipInfo, buckets: Sequence[Bucket], settings: Encoding) -> Buc
     """The bucket of a clip by the rule above. Raises UserError with the numbers: too short, or misshapen."""
     fitting = [b for b in buckets if b.frames <= info.frames]
     if not fitting:
-        counted = f"{info.frames} frames"
+        has = counted(info.frames, "frame")
         if info.frames != info.in_file:
-            counted = f"{info.in_file} frames, {info.frames} after resampling to {info.fps:g} fps"
-        raise UserError(f"too short: it has {counted}; the shortest bucket takes {min(b.frames for b in buckets)}")
+            has = f"{counted(info.in_file, 'frame')}, {info.frames} after resampling to {info.fps:g} fps"
+        raise UserError(f"too short: it has {has}; the shortest bucket takes {min(b.frames for b in buckets)}")
     longest = max(b.frames for b in fitting)
     aspect = math.log(info.width / info.height)
     bucket = min(
@@ -150,7 +155,7 @@ def place(row: int, entry: Entry, buckets: Sequence[Bucket], settings: Encoding)
     """A clip with its bucket, or why it has none; see `infer.media.probe` for what is read."""
     try:
         info = probe(entry.path, settings.fps)
-        return Clip(row, entry, choose(info, buckets, settings), info.fps)
+        return Clip(row, entry, choose(info, buckets, settings), info.fps, stamp(entry.path))
     except UserError as error:
         return Unusable(row, entry.name, reason_of(entry, error))
 
@@ -167,5 +172,8 @@ def survey(
                 update(done)
                 yield row, one
 
-    with concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1)) as pool:
+    pool = concurrent.futures.ThreadPoolExecutor(min(THREADS, os.cpu_count() or 1))
+    try:
         return dict(found(pool))
+    finally:
+        pool.shutdown(cancel_futures=True)  # a signal does not wait for the clips that are still to be probed

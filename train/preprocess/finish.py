@@ -12,12 +12,14 @@ from torch import Tensor
 
 from core.errors import raise_faults
 from core.files import atomic_file
-from train.preprocess.buckets import Unusable
+from infer.words import counted
+from train.preprocess.buckets import SIZES, Unusable
 from train.preprocess.metadata import Entry
 from train.preprocess.parts import (
     Part,
     PartReport,
     as_json,
+    disk_faults,
     merged,
     read_report,
     write_if_new,
@@ -71,7 +73,8 @@ def finish(
     whole = merged(reports)
     write_if_new(folder / REPORT, as_json(whole, len(entries)))
     if strict or not whole.rows:
-        raise_faults(f"{folder}: {len(whole.unusable)} of {len(entries)} clips cannot be used", listed(whole.unusable))
+        clips = counted(len(entries), "clip")
+        raise_faults(f"{folder}: {len(whole.unusable)} of {clips} cannot be used", listed(whole.unusable))
     data = [_prompt(folder, record, parts, whole.unusable, row, entries[row]) for row in _captions(entries, whole)]
     write_if_new(folder / VALIDATION, {"data": data})
     done = outcome(whole, len(entries), True)
@@ -93,28 +96,38 @@ def _captions(entries: Sequence[Entry], report: PartReport) -> list[int]:
 
 
 def _prompt(folder: Path, record, parts: Sequence[Part], unusable: Sequence[Unusable], row: int, entry: Entry) -> dict:
-    """An entry of validation.json; for i2v rows with the first frame as a PNG beside it."""
-    if record["row_type"] != "i2v":
-        return {"caption": entry.caption}
+    """An entry of validation.json, of the size of the clip's sample; for i2v rows with the first frame as a PNG."""
     part = next(part for part in parts if part.first <= row < part.stop)
     skipped = sum(part.first <= clip.row < row for clip in unusable)
-    path = Path("validation") / f"{row:06d}.png"
-    if not (folder / path).is_file():
-        write_png(folder / path, _picture(part.data(folder), row - part.first - skipped))
-    return {"caption": entry.caption, "image": str(path)}
+    pictured = record["row_type"] == "i2v"
+    path, place = part.data(folder), row - part.first - skipped
+    columns = [*SIZES, *(stored_columns(PICTURE.stem) if pictured else [])]
+    table = pq.read_table(path, columns=columns, use_threads=False)
+    (stored,) = table.slice(place, 1).to_pylist()
+    sized = {"caption": entry.caption, **{name: stored[name] for name in SIZES}}
+    if not pictured:
+        return sized
+    name = Path("validation") / f"{row:06d}.png"
+    _write_png_if_new(folder / name, decode_tensor(PICTURE, stored, f"{path}, row {place}").permute(1, 2, 0))
+    return {**sized, "image": str(name)}
 
 
-def _picture(path: Path, row: int) -> Tensor:
-    table = pq.read_table(path, columns=stored_columns(PICTURE.stem), use_threads=False)
-    (stored,) = table.slice(row, 1).to_pylist()
-    return decode_tensor(PICTURE, stored, f"{path}, row {row}").permute(1, 2, 0)
+def _write_png_if_new(path: Path, picture: Tensor) -> None:
+    if not path.is_file() or path.read_bytes() != png(picture):
+        with disk_faults(path):
+            write_png(path, picture)
 
 
-def write_png(path: Path, picture: Tensor) -> None:
+def png(picture: Tensor) -> bytes:
     """A picture uint8 `[H, W, 3]` as a PNG, which keeps it to the bit."""
     height, width, _ = picture.shape
     codec = av.CodecContext.create("png", "w")
     codec.width, codec.height, codec.pix_fmt, codec.time_base = width, height, "rgb24", Fraction(1, 25)
     frame = av.VideoFrame.from_ndarray(picture.contiguous().numpy(), format="rgb24")
+    return b"".join(bytes(packet) for packet in [*codec.encode(frame), *codec.encode(None)])
+
+
+def write_png(path: Path, picture: Tensor) -> None:
+    """Writes `png(picture)`; the file appears whole or not at all."""
     with atomic_file(path) as part:
-        part.write_bytes(b"".join(bytes(packet) for packet in [*codec.encode(frame), *codec.encode(None)]))
+        part.write_bytes(png(picture))

@@ -10,6 +10,7 @@ from typing import Any
 
 from core.errors import UserError, raise_faults
 from core.files import read_json, text_fault
+from infer.words import counted
 
 PATH_KEYS = ("path", "video")
 
@@ -80,6 +81,8 @@ def read_metadata(path: str | Path) -> list[Entry]:
     An empty caption is allowed. Raises one UserError that lists every row that lacks something.
     """
     path = Path(path)
+    if path.is_dir():
+        raise UserError(f"{path}: is a folder, expected a metadata file ({', '.join(PARSERS)}) that lists its clips")
     if path.suffix.lower() not in PARSERS:
         raise UserError(f"{path}: the metadata file must end in {', '.join(PARSERS)}")
     if not path.is_file():
@@ -89,7 +92,7 @@ def read_metadata(path: str | Path) -> list[Entry]:
     except (UnicodeDecodeError, csv.Error) as error:
         raise UserError(f"{path}: cannot be read as UTF-8 text: {error}") from None
     faults = [f"row {number} {entry}" for number, entry in enumerate(entries) if isinstance(entry, str)]
-    raise_faults(f"{path}: {len(faults)} of {len(entries)} rows cannot be used", faults)
+    raise_faults(f"{path}: {len(faults)} of {counted(len(entries), 'row')} cannot be used", faults)
     if not entries:
         raise UserError(f"{path}: no rows")
     return entries

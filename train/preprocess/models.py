@@ -64,9 +64,14 @@ def find_sources(
     if model is not None:
         root = resolve_model(model, [name for name in wanted if name in PARTS], transformer=False, log=log)
         found |= {n: root / n for n in wanted if n != "image_encoder" or (root / n / CONFIG).is_file()}
-    missing = [folder for folder in found.values() if folder is not None and not (folder / CONFIG).is_file()]
-    raise_faults("models that are not there", [f"{folder / CONFIG}: no such file" for folder in missing])
+    missing = [(n, f) for n, f in found.items() if f is not None and not (f / CONFIG).is_file()]
+    raise_faults("models that are not there", [f"{f / CONFIG}: no such file{_inside(f, n)}" for n, f in missing])
     return Sources(**found)
+
+
+def _inside(folder: Path, name: str) -> str:
+    """A hint where a pipeline's folder was given for a model's."""
+    return f"; did you mean {folder / name}?" if (folder / name / CONFIG).is_file() else ""
 
 
 def strides(sources: Sources) -> tuple[int, int]:
@@ -84,6 +89,19 @@ def with_dtype(settings: Encoding, device: torch.device) -> Encoding:
         return settings
     names = {dtype: name for name, dtype in FLOATS.items()}
     return settings.model_copy(update={"dtype": names[devices.default_compute_dtype(device)]})
+
+
+def check_encoders(sources: Sources) -> None:
+    """Refuses encoders that cannot be run; nothing of their weights is read. Raises one UserError for all of them."""
+    loaders = {"text_encoder": load_text_encoder, "image_encoder": load_image_encoder}
+    faults = []
+    for name, load in loaders.items():
+        try:
+            if getattr(sources, name) is not None:
+                load(getattr(sources, name))
+        except UserError as error:
+            faults.append(str(error))
+    raise_faults("encoders that cannot be run", faults)
 
 
 def open_models(sources: Sources, settings: Encoding, device: torch.device, *, keep: bool = True) -> Models:

@@ -7,7 +7,7 @@ import json
 import struct
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import av
 import torch
@@ -20,11 +20,11 @@ from train.preprocess.metadata import Entry, digest
 from train.preprocess.models import CONFIG, Sources
 from train.preprocess.parts import parts_of, read_report
 from train.preprocess.settings import Settings
+from train.preprocess.stamps import sampled
 
 MANIFEST = "preprocess.json"
 VERSION = 1
 MODELS = ("vae", "text_encoder", "image_encoder")
-BLOCKS, BLOCK = 16, 1 << 16  # of a weight file, evenly spaced, that are hashed
 WEIGHTS, SMALL = (".safetensors",), (".json", ".model", ".txt")
 BESIDE = {UMT5: COMPANIONS["text_encoder"][0], CLIP_VISION: COMPANIONS["image_encoder"][0]}
 
@@ -32,29 +32,16 @@ BESIDE = {UMT5: COMPANIONS["text_encoder"][0], CLIP_VISION: COMPANIONS["image_en
 # --- fingerprints ---------------------------------------------------------------------------------------------
 
 
-def _header(file: BinaryIO, path: Path) -> tuple[bytes, int]:
-    """The header of a safetensors file without the notes of whoever wrote it, and where the tensors begin."""
+def _header(path: Path) -> tuple[int, bytes]:
+    """Where the tensors of a safetensors file begin, and its header without the notes of whoever wrote it."""
     try:
-        (length,) = struct.unpack("<Q", file.read(8))
-        entries = json.loads(file.read(min(length, path.stat().st_size)))
+        with path.open("rb") as file:
+            (length,) = struct.unpack("<Q", file.read(8))
+            entries = json.loads(file.read(min(length, path.stat().st_size)))
         entries.pop("__metadata__", None)
     except (struct.error, ValueError, AttributeError):
         raise UserError(f"{path}: not a safetensors file, or cut short") from None
-    return json.dumps(entries, sort_keys=True).encode(), 8 + length
-
-
-def _sampled(path: Path) -> bytes:
-    """A digest of a file's size, its header (of safetensors), and blocks spread over it; of all of a small one."""
-    out = hashlib.blake2b(digest_size=16)
-    with path.open("rb") as file:
-        header, start = _header(file, path) if path.suffix in WEIGHTS else (b"", 0)
-        size = path.stat().st_size - start
-        out.update(header + repr(size).encode())
-        whole = size <= BLOCKS * BLOCK
-        for i in range(1 if whole else BLOCKS):
-            file.seek(start + i * (size - BLOCK) // (BLOCKS - 1))
-            out.update(file.read(size if whole else BLOCK))
-    return out.digest()
+    return 8 + length, json.dumps(entries, sort_keys=True).encode()
 
 
 def fingerprint(folder: str | Path) -> str:
@@ -69,7 +56,8 @@ def fingerprint(folder: str | Path) -> str:
     if beside != folder.parent and beside.is_dir():
         files += [f for f in sorted(beside.iterdir()) if f.suffix in SMALL]
     for file in files:
-        out.update(file.name.encode() + _sampled(file))
+        begin = _header(file) if file.suffix in WEIGHTS else (0, b"")
+        out.update(file.name.encode() + sampled(file, *begin))
     return out.hexdigest()
 
 

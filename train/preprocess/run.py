@@ -1,5 +1,6 @@
 """Preprocessing from a metadata file to a complete set: one rank's share of it, resumable at any point."""
 
+import contextlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -13,14 +14,16 @@ from core.trees import Params
 from infer.autoencoders import decode_frames
 from infer.media import psnr
 from infer.progress import progress, tracked
+from infer.words import counted
 from nn import patch_codec
 from train.preprocess.buckets import Bucket, Clip, Unusable, buckets_of, survey
 from train.preprocess.encode import encode_video, read_clip
-from train.preprocess.finish import Outcome, finish, listed, outcome
-from train.preprocess.metadata import read_metadata
+from train.preprocess.finish import LISTED, Outcome, finish, listed, outcome
+from train.preprocess.metadata import Entry, read_metadata
 from train.preprocess.models import (
     Models,
     Sources,
+    check_encoders,
     fit_codec,
     open_models,
     save_stand_ins,
@@ -29,7 +32,16 @@ from train.preprocess.models import (
     unused_faults,
     with_dtype,
 )
-from train.preprocess.parts import Part, merged, parts_of, read_report, write_part
+from train.preprocess.parts import (
+    Part,
+    disk_faults,
+    edited,
+    merged,
+    parts_of,
+    read_report,
+    write_if_new,
+    write_part,
+)
 from train.preprocess.record import (
     MANIFEST,
     MODELS,
@@ -39,7 +51,8 @@ from train.preprocess.record import (
     read_record,
 )
 from train.preprocess.settings import Settings
-from train.rows import row_type
+from train.preprocess.stop import Stopped
+from train.rows import RowType, row_type
 
 
 def preprocess(
@@ -54,11 +67,14 @@ def preprocess(
     retry_unusable: bool = False,
     rank: int = 0,
     world: int = 1,
+    log: Callable[[str], None] = print,
+    stop: Sequence[int] = (),
 ) -> Outcome:
     """Encodes the clips of the metadata file `data` into the set `output`, or goes on with one that was begun.
 
-    Part i of the set belongs to rank i % `world`; finished parts are not touched. Everything is checked before the
-    first clip is encoded, and until then nothing is written.
+    Part i of the set belongs to rank i % `world`. Finished parts are not touched, but made again when one of their
+    clips has other contents by now (`log` is told which). Everything is checked before the first clip is encoded, and
+    until then nothing is written.
 
     Args:
         sources: folders of models; without a VAE a patch codec is fitted on the clips, without a text encoder words are
@@ -66,9 +82,12 @@ def preprocess(
         overwrite: replace a set that is complete, or of other settings, models or metadata.
         strict: a clip that cannot be used is an error.
         retry_unusable: make the parts again that have unusable clips.
+        stop: of `train.preprocess.stop.stop_signals`; no clip is encoded once there is a signal.
 
     Raises:
-        UserError: bad settings, metadata or models; a folder that is no set, or another set; no usable clip.
+        UserError: bad settings, metadata or models; a folder that is no set, or another set; no usable clip; a file
+            that cannot be written.
+        Stopped: a signal, see `train.preprocess.stop`.
     """
     output, device = Path(output), torch.device(device)
     settings = with_dtype(settings, device)
@@ -80,31 +99,48 @@ def preprocess(
     if started is not None:
         record = started
     mine = [part for part in parts if part.number % world == rank]
-    todo = [part for part in mine if started is None or _is_owed(output, part, retry_unusable)]
-    rows = range(len(entries)) if strict else [row for part in todo for row in range(part.first, part.stop)]
-    placed = survey(rows, entries, buckets, settings) if rows else {}
-    check_usable(placed, started is None and world == 1, strict)
-    if started is None:
-        codec = None if sources.vae is not None else fit(placed, settings, strict)
-        record = create(output, record, codec, settings, sources, alone=world == 1)
-    if todo:
-        if record["complete"]:
+    with clips_counted(output, parts, started is not None):
+        todo = mine if started is None else owed(output, mine, entries, retry_unusable, log)
+        rows = range(len(entries)) if strict else [row for part in todo for row in range(part.first, part.stop)]
+        placed = survey(rows, entries, buckets, settings) if rows else {}
+        check_usable(placed, started is None and world == 1, strict)
+        if started is None:
+            codec = None if sources.vae is not None else fit(placed, settings, strict)
+            record = create(output, record, codec, settings, sources, alone=world == 1)
+    with clips_counted(output, parts, True):
+        if todo:
             record = {**record, "complete": False}
-            write_json(output / MANIFEST, record)
-        make_parts(output, todo, placed, settings, sources, device, strict=strict)
-    done = finish(output, record, entries, parts, strict=strict)
+            write_if_new(output / MANIFEST, record)
+            make_parts(output, todo, placed, settings, sources, device, stop, strict=strict)
+        done = finish(output, record, entries, parts, strict=strict)
     if done is not None:
         return done
     own = merged([report for part in mine if (report := read_report(output, part)) is not None])
     return outcome(own, sum(part.stop - part.first for part in mine), False)
 
 
+@contextlib.contextmanager
+def clips_counted(output: Path, parts: Sequence[Part], begun: bool) -> Iterator[None]:
+    """Notes in a Stopped how many clips are in finished parts of the set, whoever made them, if the set is `begun`."""
+    try:
+        yield
+    except Stopped as stopped:
+        if begun:
+            size = lambda part: part.stop - part.first  # noqa: E731
+            stopped.clips = sum(map(size, parts))
+            stopped.done = sum(size(part) for part in parts if read_report(output, part) is not None)
+        raise
+
+
 # --- before anything is written -------------------------------------------------------------------------------
 
 
 def check_settings(settings: Settings, sources: Sources, world: int) -> tuple[Bucket, ...]:
-    """The buckets of the settings. Raises UserError for values that cannot be, or go with other models only."""
+    """The buckets of the settings. Raises UserError for models that cannot be run, and for values that cannot be, or go
+    with other models only.
+    """
     stand_in_configs(settings)
+    check_encoders(sources)
     buckets = buckets_of(settings, *strides(sources))
     faults = unused_faults(settings, sources)
     for name in ("rows_per_group", "clips_per_file"):
@@ -145,16 +181,29 @@ def opened(output: Path, record: dict[str, Any], overwrite: bool, world: int) ->
     return found
 
 
-def _is_owed(output: Path, part: Part, retry_unusable: bool) -> bool:
-    report = read_report(output, part)
-    return report is None or (retry_unusable and len(report.unusable) > 0)
+def owed(
+    output: Path, mine: Sequence[Part], entries: Sequence[Entry], retry_unusable: bool, log: Callable[[str], None]
+) -> list[Part]:
+    """The parts to make: unfinished ones, those with edited clips, and with `retry_unusable` those with unusable ones.
+
+    A repaired clip that had been unusable counts as one of the last, not as edited.
+    """
+    reports = {part: read_report(output, part) for part in mine}
+    rows = {part: [] if report is None else edited(report, entries) for part, report in reports.items()}
+    names = [entries[row].name for found in rows.values() for row in found]
+    if names:
+        shown = ", ".join(names[:LISTED]) + (" ..." if len(names) > LISTED else "")
+        parts = counted(sum(map(bool, rows.values())), "part")
+        log(f"{counted(len(names), 'clip')} changed since being encoded, so {parts} will be made again: {shown}")
+    retried = lambda report: retry_unusable and len(report.unusable) > 0  # noqa: E731
+    return [part for part, report in reports.items() if report is None or rows[part] or retried(report)]
 
 
 def check_usable(placed: dict[int, Clip | Unusable], all_new: bool, strict: bool) -> None:
     """Refuses clips of which none is usable when they are `all_new`, a whole set; with `strict` any unusable one."""
     unusable = [clip for clip in placed.values() if isinstance(clip, Unusable)]
     if strict or (all_new and len(unusable) == len(placed)):
-        raise_faults(f"{len(unusable)} of {len(placed)} clips cannot be used", listed(unusable))
+        raise_faults(f"{len(unusable)} of {counted(len(placed), 'clip')} cannot be used", listed(unusable))
 
 
 # --- making a set ---------------------------------------------------------------------------------------------
@@ -171,7 +220,7 @@ def fit(placed: dict[int, Clip | Unusable], settings: Settings, strict: bool) ->
             except UserError as error:
                 faults.append(str(error))
         if strict or len(faults) == len(clips):
-            raise_faults(f"{len(faults)} of {len(clips)} clips cannot be used", faults)
+            raise_faults(f"{len(faults)} of {counted(len(clips), 'clip')} cannot be used", faults)
 
     return fit_codec(frames(), patch_codec.PatchCodecConfig(latent_channels=settings.latent_channels))
 
@@ -193,10 +242,11 @@ def create(
         write_json(folder / MANIFEST, begun)
         return begun
 
-    if not alone:
-        return begin(output)
-    with atomic_folder(output) as part:
-        return begin(part)
+    with disk_faults(output, "nothing was begun"):
+        if not alone:
+            return begin(output)
+        with atomic_folder(output) as part:
+            return begin(part)
 
 
 def make_parts(
@@ -206,6 +256,7 @@ def make_parts(
     settings: Settings,
     sources: Sources,
     device: torch.device,
+    stop: Sequence[int] = (),
     *,
     strict: bool,
 ) -> None:
@@ -217,7 +268,9 @@ def make_parts(
         before = 0
         for part in todo:
             clips = [placed[row] for row in range(part.first, part.stop)]
-            encode = encoder(settings, models, kind, fitted, lambda row, b=before, p=part: update(b + row - p.first))
+            encode = encoder(
+                settings, models, kind, fitted, lambda row, b=before, p=part: update(b + row - p.first), stop
+            )
             write_part(output, part, clips, encode, kind, settings.rows_per_group, strict=strict)
             before += len(clips)
             update(before)
@@ -230,12 +283,19 @@ def within(output: Path, sources: Sources) -> Sources:
 
 
 def encoder(
-    settings: Settings, models: Models, kind, fitted: bool, update: Callable[[int], None]
+    settings: Settings,
+    models: Models,
+    kind: RowType,
+    fitted: bool,
+    update: Callable[[int], None],
+    stop: Sequence[int] = (),
 ) -> Callable[[Clip], tuple[dict[str, Any], float | None]]:
     """The function that `write_part` calls: a clip's sample, and for a fitted codec how well it is rebuilt, in dB."""
 
     def encode(clip: Clip) -> tuple[dict[str, Any], float | None]:
         update(clip.row)
+        if stop:
+            raise Stopped(stop[0])
         video = read_clip(clip.entry, clip.bucket, settings)
         sample = encode_video(clip.entry, video, models, kind)
         if not fitted:

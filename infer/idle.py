@@ -1,0 +1,78 @@
+"""Flags of `python -m infer` that would do nothing beside others: each is an error that names both."""
+
+import argparse
+from collections.abc import Collection, Sequence
+
+from core.errors import raise_faults
+from infer.conditions import takes_image
+from infer.folder import Pipeline
+from infer.generate import start_step
+from infer.prompts import Prompt
+
+# All that --save-embeds has no use for, whatever else is given.
+NOT_EMBEDDED = (
+    "output", "contact_sheet", "preview_every", "num_frames", "fps", "steps", "sampler", "flow_shift",
+    "guidance_rescale", "two_pass_guidance", "seed", "samples_per_prompt", "video", "strength", "clip_feature",
+    "vae_dtype", "vae_strips", "attention_backend",
+)  # fmt: skip
+OF_PROMPTS = ("image", "negative_prompt", "seed", "num_frames", "height", "width")  # what a prompt file may say too
+OF_GUIDANCE = ("negative_prompt", "guidance_rescale", "two_pass_guidance", "unconditional")
+
+
+def _flags(names: Collection[str], given: Collection[str]) -> str:
+    return ", ".join(f"--{name.replace('_', '-')}" for name in names if name in given)
+
+
+def _idle(names: Collection[str], given: Collection[str], why: str) -> list[str]:
+    flags = _flags(names, given)
+    return [f"{flags} would do nothing {why}"] if flags else []
+
+
+def idle_flags(args: argparse.Namespace) -> list[str]:
+    """Faults of flags by themselves; `args.given` has the names of those on the command line, see `flags.parse`."""
+    given, policy, faults = args.given, [channel for channel, _ in args.unconditional], []
+    if args.save_embeds is not None:
+        names = [*NOT_EMBEDDED, *(("height", "width") if args.image is None else ())]
+        names += [] if "text" in policy else ["unconditional"]
+        faults += _idle(names, given, "beside --save-embeds, which writes embeddings and stops")
+    elif args.video is None:
+        faults += _idle(["strength"], given, "without --video")
+    if args.prompt_embeds is not None:
+        faults += _idle(["negative_prompt"], given, "beside --prompt-embeds: its negative_prompt_embeds are used")
+    elif "text" in policy:
+        faults += _idle(["negative_prompt"], given, "beside --unconditional text=...")
+    return faults + [f"--unconditional names {c} twice" for c in dict.fromkeys(policy) if policy.count(c) > 1]
+
+
+def idle_beside_prompts(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:
+    """Faults of flags that say what every prompt of `--prompt-file` says itself."""
+    said = [name for name in OF_PROMPTS if all(getattr(prompt, name) is not None for prompt in prompts)]
+    return _idle(said, args.given, f"beside --prompt-file {args.prompt_file}: every prompt there has its own")
+
+
+def check_idle(args: argparse.Namespace, pipe: Pipeline, guidance_scale: float, steps: int = 1) -> None:
+    """Refuses flags that would do nothing for this model and sampling: one UserError for all of them."""
+    cfg, faults = pipe.cfg, []
+    if guidance_scale == 1.0 and (flags := _flags(OF_GUIDANCE, args.given)):
+        faults.append(f"guidance is off (scale 1), so {flags} would do nothing: give --guidance-scale too")
+    has = {"text": True, "image": cfg.image_dim is not None, "first_frame": cfg.condition_channels > 0}
+    channels = ", ".join(channel for channel in has if has[channel])
+    faults += [
+        f"--unconditional {channel}={action}: the transformer has no such channel; it has {channels}"
+        for channel, action in args.unconditional
+        if not has.get(channel, False)
+    ]
+    if cfg.image_dim is None:
+        takes = "no features of images" if takes_image(pipe) else "text only"
+        faults += _idle(["clip_feature"], args.given, f"for this model: the transformer takes {takes}")
+        if args.save_embeds is not None:
+            faults += _idle(["image"], args.given, f"beside --save-embeds: the transformer takes {takes}")
+    raise_faults("flags that would do nothing:", faults + _preview_faults(args, steps))
+
+
+def _preview_faults(args: argparse.Namespace, steps: int) -> list[str]:
+    """With `--video` the first steps are left out."""
+    first = 0 if args.video is None else start_step(steps, args.strength)
+    if args.preview_every is None or steps // args.preview_every > first // args.preview_every:
+        return []
+    return [f"--preview-every {args.preview_every} would do nothing: no multiple is among steps {first + 1} to {steps}"]
