@@ -38,8 +38,9 @@ from kernels import Attention  # noqa: E402
 from nn import wan  # noqa: E402
 from nn.run import Run  # noqa: E402
 from nn.wan_inputs import model_inputs, noised, timestep_of, velocity_target  # noqa: E402
-from parallel.costs import Job, compute_of  # noqa: E402
+from parallel.costs import compute_of  # noqa: E402
 from parallel.inventory import wan_model  # noqa: E402
+from parallel.job import Job  # noqa: E402
 from parallel.launch import World, processes  # noqa: E402
 from parallel.mesh import Mesh, build_mesh, infer_sizes  # noqa: E402
 from parallel.norms import local  # noqa: E402

@@ -2,55 +2,33 @@
 
 Leaves are read by position into fresh memory instead of through a memory map: host memory holds the bytes
 once, and a file cut short while it is open is an error instead of a bus error. No pickle is ever loaded.
+
+The files of a sharded checkpoint hold regions of leaves, which `core.parts` puts together: its leaves are read whole
+or by region like any others, whatever the number of processes that wrote them.
 """
 
 import dataclasses
-import json
-import math
-import os
-import struct
-import weakref
+import functools
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
+from core import parts, regions, stored
 from core.errors import UserError, nearest_names, raise_faults
 from core.files import read_json
+from core.regions import Region
 from core.specs import Specs, specs_of
+from core.stored import PICKLES, Stored
 from core.trees import Params
 
 # What one pass over a tree remembers: outputs of rules that were computed and not yet handed out.
 Pass = dict[Any, Any]
 
 INDEX_SUFFIX = ".safetensors.index.json"
-SLICE, READERS = 16 * 2**20, 8  # bytes that one of so many threads reads at a time
-PICKLES = (".pt", ".pth", ".bin", ".ckpt", ".pkl", ".pickle")
-
-# Names of the safetensors format; sub-byte types are left out, torch stores them two to an element.
-DTYPES = {
-    "BOOL": torch.bool,
-    "U8": torch.uint8,
-    "I8": torch.int8,
-    "U16": torch.uint16,
-    "I16": torch.int16,
-    "U32": torch.uint32,
-    "I32": torch.int32,
-    "U64": torch.uint64,
-    "I64": torch.int64,
-    "F8_E4M3": torch.float8_e4m3fn,
-    "F8_E5M2": torch.float8_e5m2,
-    "F8_E8M0": torch.float8_e8m0fnu,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-    "F32": torch.float32,
-    "F64": torch.float64,
-    "C64": torch.complex64,
-}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,17 +37,34 @@ class LazyLeaf:
 
     `load(memo)` gives the whole tensor on the CPU; `memo` is shared by the leaves of one pass, so that a
     computation behind several leaves runs once. `rows(start, stop)` gives rows of dimension 0 without
-    reading the others; None where there is no such short cut.
+    reading the others, `part(region)` a region; None where there is no such short cut.
     """
 
     shape: tuple[int, ...]
     dtype: torch.dtype
     load: Callable[[Pass], Tensor]
     rows: Callable[[int, int], Tensor] | None = None
+    part: Callable[[Region], Tensor] | None = None
 
-    def read(self) -> Tensor:
-        """The whole leaf, a fresh tensor on the CPU."""
-        return self.load({})
+    def read(self, where: Sequence[slice] | None = None, memo: Pass | None = None) -> Tensor:
+        """The leaf, or the region `where` of it, as a fresh contiguous tensor on the CPU.
+
+        Args:
+            where: one slice per dimension, without steps; None: all. Nothing else is read where the leaf has a short
+                cut; else the leaf is read whole and freed.
+            memo: of the pass that the leaf is read in, see above.
+
+        Raises:
+            UserError: a region outside the leaf.
+        """
+        region = regions.whole(self.shape) if where is None else regions.inside(where, self.shape)
+        if region == regions.whole(self.shape):
+            return self.load({} if memo is None else memo)
+        if self.part is not None:
+            return self.part(region)
+        if self.rows is not None:
+            return _cut(self.rows(region[0].start, region[0].stop), (slice(None), *region[1:]))
+        return _cut(self.load({} if memo is None else memo), region)
 
     def read_rows(self, start: int, stop: int) -> Tensor:
         """Rows `start` to `stop` of dimension 0, `[stop - start, ...]`, on the CPU.
@@ -78,7 +73,13 @@ class LazyLeaf:
         """
         if not self.shape or not 0 <= start <= stop <= self.shape[0]:
             raise UserError(f"rows {start}:{stop} do not exist in a leaf of shape {list(self.shape)}")
-        return self.load({})[start:stop] if self.rows is None else self.rows(start, stop)
+        return self.read((slice(start, stop), *(slice(0, n) for n in self.shape[1:])))
+
+
+def _cut(whole: Tensor, where: Region) -> Tensor:
+    """A part of a tensor that does not keep the whole in memory; all of it as it is."""
+    part = whole[where]
+    return part if part.shape == whole.shape else part.clone(memory_format=torch.contiguous_format)
 
 
 class LazyTree(Mapping[str, LazyLeaf]):
@@ -129,154 +130,95 @@ def read_leaves(tree: Mapping[str, Tensor | LazyLeaf], keys: Iterable[str], devi
     """
     keys = list(keys)
     raise_faults("cannot read", [f"no leaf {k}" for k in unknown([k for k in keys if k not in tree], tree)])
-    memo: Pass = {}
-    load = lambda leaf: leaf.load(memo) if isinstance(leaf, LazyLeaf) else leaf  # noqa: E731
-    leaves = [tree[k] for k in keys]
     if torch.device(device).type == "cpu":
-        return {k: load(leaf).to(device) for k, leaf in zip(keys, leaves, strict=True)}
-    return {k: x.to(device) for k, x in zip(keys, _ahead(load, leaves), strict=True)}
+        return dict(zip(keys, each_leaf(tree, keys), strict=True))
+    return {k: x.to(device) for k, x in zip(keys, _ahead(each_leaf(tree, keys)), strict=True)}
 
 
-def _ahead(load: Callable[[Any], Tensor], leaves: Iterable[Any]) -> Iterator[Tensor]:
-    """`load` of each in turn, the next one in the background while the caller copies the one before."""
+def each_leaf(tree: Mapping[str, Tensor | LazyLeaf], keys: Iterable[str]) -> Iterator[Tensor]:
+    """`keys` of a tree one at a time, in one pass; lazy leaves are read when their turn comes."""
+    memo: Pass = {}
+    for leaf in (tree[k] for k in keys):
+        yield leaf.load(memo) if isinstance(leaf, LazyLeaf) else leaf
+
+
+def _ahead(tensors: Iterator[Tensor]) -> Iterator[Tensor]:
+    """`tensors` in turn, the next one made in the background while the caller copies the one before."""
     with ThreadPoolExecutor(1) as pool:
-        waiting = None
-        for leaf in leaves:
-            loaded, waiting = waiting, pool.submit(load, leaf)
-            if loaded is not None:
-                yield loaded.result()
-        if waiting is not None:
-            yield waiting.result()
+        waiting = pool.submit(next, tensors, None)
+        while (tensor := waiting.result()) is not None:
+            waiting = pool.submit(next, tensors, None)
+            yield tensor
 
 
-class _File:
-    """An open file, read by position; closed when the last leaf that needs it is gone.
-
-    Holding it open keeps the bytes that the header described readable when a save replaces the file.
-    """
-
-    def __init__(self, path: Path):
-        self.path = path
-        self.fd = os.open(path, os.O_RDONLY)
-        weakref.finalize(self, os.close, self.fd)
-
-    def fill(self, buffer: memoryview, offset: int, key: str) -> None:
-        """Reads `len(buffer)` bytes at `offset`, large ones in slices side by side: one thread alone neither
-        copies nor touches fresh memory as fast as a disk cache gives it.
-
-        Raises UserError when the file ends before.
-        """
-        if len(buffer) <= SLICE:
-            return self._fill(buffer, offset, key)
-        starts = range(0, len(buffer), SLICE)
-        with ThreadPoolExecutor(min(READERS, len(starts))) as pool:
-            for _ in pool.map(lambda i: self._fill(buffer[i : i + SLICE], offset + i, key), starts):
-                pass
-
-    def _fill(self, buffer: memoryview, offset: int, key: str) -> None:
-        done = 0
-        while done < len(buffer):
-            try:
-                got = os.preadv(self.fd, [buffer[done:]], offset + done)
-            except OSError as error:
-                raise UserError(f"{self.path}: cannot read {key}: {error.strerror}") from error
-            if got == 0:
-                end = offset + len(buffer)
-                raise UserError(f"{self.path}: cut short after it was opened: {key} ends at byte {end}")
-            done += got
+def _file_leaf(tensor: Stored) -> LazyLeaf:
+    """A tensor of a file as a leaf."""
+    part = functools.partial(stored.read, tensor)
+    return LazyLeaf(tensor.shape, tensor.dtype, lambda memo: part(regions.whole(tensor.shape)), part=part)
 
 
-def _file_leaf(file: _File, key: str, shape: tuple[int, ...], dtype: torch.dtype, start: int) -> LazyLeaf:
-    """The leaf whose bytes begin at `start` of the file."""
-
-    def read(at: int, part: tuple[int, ...]) -> Tensor:
-        flat = torch.empty(math.prod(part), dtype=dtype)
-        file.fill(memoryview(flat.view(torch.uint8).numpy()), at, key)
-        return flat.reshape(part)
-
-    def rows(first: int, last: int) -> Tensor:
-        row_bytes = math.prod(shape[1:]) * dtype.itemsize
-        return read(start + first * row_bytes, (last - first, *shape[1:]))
-
-    return LazyLeaf(shape, dtype, lambda memo: read(start, shape), rows if shape else None)
-
-
-def _header(file: _File) -> tuple[dict[str, Any], int]:
-    """`(header, first byte of the data)`. Raises UserError for what is not a whole safetensors file."""
-    size = os.fstat(file.fd).st_size
-    start = os.pread(file.fd, 24, 0)
-    if start.startswith(b"version https://git-lfs"):
-        raise UserError(f"{file.path}: a Git LFS pointer, not the weights: run `git lfs pull`")
-    length = struct.unpack("<Q", start[:8])[0] if len(start) >= 8 else 0
-    if len(start) < 8 or length + 8 > size:
-        raise UserError(f"{file.path}: not safetensors or cut short: {size} bytes, its header alone says {length + 8}")
-    try:
-        header = json.loads(os.pread(file.fd, length, 8))
-        entries = {k: v for k, v in header.items() if k != "__metadata__"}
-        expected = 8 + length + max((v["data_offsets"][1] for v in entries.values()), default=0)
-    except (ValueError, TypeError, KeyError, IndexError, AttributeError, RecursionError):
-        raise UserError(f"{file.path}: not safetensors: the header of {length} bytes is corrupt") from None
-    if size != expected:
-        state = "cut short" if size < expected else "too long"
-        raise UserError(f"{file.path}: {state}: {size} bytes, its header says {expected}")
-    return header, 8 + length
-
-
-def _open_file(path: Path) -> LazyTree:
-    """One safetensors file by its header. Raises UserError naming the file."""
-    if path.suffix in PICKLES:
-        raise UserError(f"{path}: a pickle, which can run code when loaded: convert it to safetensors")
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
-    file = _File(path)
-    header, data = _header(file)
-    try:
-        # The library judges what the header says of each leaf: overlaps, holes, sizes that do not fit shapes.
-        with safe_open(path, "pt"):
-            pass
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path}: not safetensors: {error}") from None
-    metadata = header.pop("__metadata__", {})
-    faults = [f"{k} has dtype {v['dtype']}" for k, v in header.items() if v["dtype"] not in DTYPES]
-    raise_faults(f"{path}: dtypes that cannot be read, only {', '.join(DTYPES)}", faults)
-    leaves = {
-        k: _file_leaf(file, k, tuple(v["shape"]), DTYPES[v["dtype"]], data + v["data_offsets"][0])
-        for k, v in header.items()
-    }
-    return LazyTree(leaves, metadata, [path])
+def _assembled_leaf(leaf: parts.Whole) -> LazyLeaf:
+    """A leaf in pieces as one."""
+    part = functools.partial(parts.read, leaf)
+    return LazyLeaf(leaf.shape, leaf.dtype, lambda memo: part(regions.whole(leaf.shape)), part=part)
 
 
 def open_checkpoint(path: str | Path | Sequence[str | Path]) -> LazyTree:
     """Opens a checkpoint by its headers; no leaf is read.
 
     `path` is a `.safetensors` file, a `*.safetensors.index.json`, a folder (with one index: the shards it
-    names; else all its `*.safetensors`), or a sequence of these taken as one tree. Raises one UserError
+    names; else all its `*.safetensors`), or a sequence of these taken as one tree. The files of a folder may be parts
+    that several processes wrote (`core.parts`): the leaves are whole. Raises one UserError
     that lists every fault: a missing or damaged file, a shard or a key that an index promises and that is
-    not there, a key in two files, files of different models, a pickle.
+    not there, a key in two files, parts that are missing or do not make whole leaves, files of different models, a
+    pickle.
     """
     paths = [Path(path)] if isinstance(path, str | Path) else [Path(p) for p in path]
     faults: list[str] = []
-    files: list[tuple[Path, set[str]]] = []
+    trees: list[LazyTree] = []
     for each in paths:
-        try:
-            files += _files_of(each)
-        except UserError as error:
-            faults.append(str(error))
-    trees = []
-    for file, promised in files:
-        try:
-            trees.append(_open_file(file))
-            lacking = sorted(promised.difference(trees[-1]))
-            faults += [f"{file}: lacks {', '.join(lacking)}, which the index promises"] if lacking else []
-        except UserError as error:
-            faults.append(str(error))
+        found, wrong = _trees_of(each)
+        trees += found
+        faults += wrong
     faults += _clashes(trees)
     raise_faults(f"cannot open checkpoint {', '.join(map(str, paths)) if paths else '(no path given)'}", faults)
     if not paths:
         raise UserError("cannot open checkpoint: no path was given")
     leaves = {k: leaf for tree in trees for k, leaf in tree.items()}
     metadata = {k: v for tree in reversed(trees) for k, v in tree.metadata.items()}
-    return LazyTree(leaves, metadata, [file for file, _ in files])
+    return LazyTree(leaves, metadata, [file for tree in trees for file in tree.files])
+
+
+def _trees_of(path: Path) -> tuple[list[LazyTree], list[str]]:
+    """The trees of one path and its faults: one per file, or one of all the parts."""
+    faults: list[str] = []
+    try:
+        files = _files_of(path)
+    except UserError as error:
+        return [], [str(error)]
+    pieces, trees, damaged = [], [], []
+    for file, promised in files:
+        try:
+            contents = stored.open_file(file)
+        except UserError as error:
+            faults.append(str(error))
+            damaged.append(file.name)
+            continue
+        lacking = sorted(promised.difference(contents.tensors))
+        faults += [f"{file}: lacks {', '.join(lacking)}, which the index promises"] if lacking else []
+        if parts.is_part(contents):
+            contents.file.release()
+            pieces.append(contents)
+        else:
+            leaves = {k: _file_leaf(tensor) for k, tensor in contents.tensors.items()}
+            trees.append(LazyTree(leaves, contents.metadata, [file]))
+    if pieces:
+        whole, wrong = parts.assemble(pieces, damaged)
+        faults += wrong
+        metadata = {k: v for k, v in pieces[0].metadata.items() if k not in (parts.PART, parts.REGIONS)}
+        leaves = {k: _assembled_leaf(leaf) for k, leaf in whole.items()}
+        trees.append(LazyTree(leaves, metadata, [contents.file.path for contents in pieces]))
+    return trees, faults
 
 
 def _files_of(path: Path) -> list[tuple[Path, set[str]]]:

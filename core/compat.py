@@ -1,11 +1,15 @@
 """The one file that reaches PyTorch APIs without a stability promise (torch 2.11 to 2.14)."""
 
+import dataclasses
+import datetime
+import json
 import math
 import os
 from collections.abc import Sequence
 from pathlib import Path
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.autograd import forward_ad
 
@@ -72,6 +76,11 @@ def foreach_mul_(tensors: Sequence[Tensor], factor: Tensor) -> None:
     torch._foreach_mul_(list(tensors), factor)
 
 
+def foreach_norm(tensors: Sequence[Tensor], dtype: torch.dtype) -> list[Tensor]:
+    """2-norms of tensors of one device and dtype, each 0-d, computed in `dtype`."""
+    return list(torch._foreach_norm(list(tensors), 2, dtype=dtype))
+
+
 def foreach_lerp_(tensors: Sequence[Tensor], towards: Sequence[Tensor], weight: float) -> None:
     """`t += weight * (towards - t)` in place."""
     torch._foreach_lerp_(list(tensors), list(towards), weight)
@@ -118,7 +127,7 @@ def forward_mode() -> bool:
     return forward_ad._current_level >= 0
 
 
-# --- collectives as operators: differentiated by `parallel.collectives`, traceable, counted by their names -------------
+# --- collectives as operators: differentiated by `parallel.collectives`, traceable, counted by name ------------------
 
 
 def all_reduce(x: Tensor, group: str) -> Tensor:
@@ -144,3 +153,93 @@ def all_to_all(x: Tensor, size: int, group: str) -> Tensor:
 
 def _waited(x: Tensor) -> Tensor:
     return torch.ops._c10d_functional.wait_tensor(x)
+
+
+def strided_shard(dim: int, split_factor: int):
+    """The DTensor placement of FSDP shards of a dimension that inner mesh dimensions cut first, into `split_factor`."""
+    from torch.distributed.tensor.placement_types import _StridedShard
+
+    return _StridedShard(dim, split_factor=split_factor)
+
+
+def reduce_scatter_into(output: Tensor, x: Tensor, op, group) -> None:
+    """Reduces `x` over a process group into this process's part, `output`, as a collective of the current stream."""
+    scatter = getattr(dist, "reduce_scatter_single", None)  # the name since torch 2.13
+    (scatter if scatter is not None else dist.reduce_scatter_tensor)(output, x, op=op, group=group)
+
+
+# --- the record of collectives that PyTorch keeps (its flight recorder) -----------------------------------------------
+
+RECORDERS = ("nccl", "fr")  # NCCL's, and that of other backends
+
+
+@dataclasses.dataclass(frozen=True)
+class Collective:
+    """A collective that this process began: its number in the record, and itself in words."""
+
+    record: tuple[str, int]
+    text: str
+
+
+def _recorder(name: str, form: str):
+    """`_dump_nccl_trace_json` and its like, or None where this build has none."""
+    return getattr(torch._C._distributed_c10d, f"_dump_{name}_trace{form}", None)
+
+
+def record_collectives(entries: int = 2000) -> None:
+    """Has NCCL keep its record, unless the environment says how long it is to be; before its first group."""
+    names = ("TORCH_FR_BUFFER_SIZE", "TORCH_NCCL_TRACE_BUFFER_SIZE")
+    if not any(name in os.environ for name in names):
+        os.environ.update(dict.fromkeys(names, str(entries)))
+
+
+def pending_collectives() -> list[Collective]:
+    """Collectives that have begun and not ended, oldest first; none where PyTorch keeps no record of them."""
+    out = []
+    for name in RECORDERS:
+        dump = _recorder(name, "_json")
+        entries = [] if dump is None else json.loads(dump(True, True)).get("entries", [])
+        for e in entries:
+            if not e["retired"] and e["state"] != "completed":
+                group, number = e["process_group"][-1], e["collective_seq_id"]
+                text = f"{e['profiling_name']} of {e['input_sizes']} in group {group} (its number {number})"
+                out.append((e["time_created_ns"], Collective((name, e["record_id"]), text)))
+    return [c for _, c in sorted(out, key=lambda pair: pair[0])]
+
+
+def dump_collectives(path: Path) -> bool:
+    """Writes the record as PyTorch's `torchfrtrace` reads it; False where there is none, or it cannot be written."""
+    for name in RECORDERS:
+        dump, readable = _recorder(name, ""), _recorder(name, "_json")
+        if dump is not None and readable is not None and json.loads(readable()).get("entries"):
+            try:
+                path.parent.mkdir(parents=True, exist_ok=True)
+                path.write_bytes(dump())
+            except OSError:
+                return False
+            return True
+    return False
+
+
+# --- process groups -----------------------------------------------------------------------------------------------
+
+
+def members_group(ranks: Sequence[int], timeout: datetime.timedelta):
+    """A gloo group that its members make among themselves, whatever other groups each of them is in.
+
+    `new_group(use_local_synchronization=True)` names a group after the number of groups that a process has, and waits
+    for ever where the members' numbers differ. All members make their groups of equal ranks in the same order.
+    """
+    from torch.distributed import distributed_c10d as c10d
+
+    stem = f"members {'_'.join(map(str, ranks))} "
+    name = stem + str(sum(known.startswith(stem) for known in c10d._world.pg_names.values()))
+    rank, store = ranks.index(c10d.get_rank()), c10d._get_default_store()
+    group, _ = c10d._new_process_group_helper(len(ranks), rank, list(ranks), "gloo", store, name, timeout=timeout)
+    c10d._world.pg_group_ranks[group] = {global_rank: i for i, global_rank in enumerate(ranks)}
+    return group
+
+
+def fsdp_takes(dtype: torch.dtype) -> bool:
+    """Whether this torch's `fully_shard` can shard leaves of a dtype: integer ones since 2.13."""
+    return dtype.is_floating_point or torch.torch_version.TorchVersion(torch.__version__) >= "2.13"

@@ -50,20 +50,24 @@ def _alive(pid: int) -> bool:
     return True
 
 
-def _leftovers(path: Path) -> list[Path]:
-    """Temporary names of `path` whose process is dead or this one."""
-    name = re.compile(rf"\.{re.escape(path.name)}\.(\d+)\.(part|old)")
-    found = [(p, name.fullmatch(p.name)) for p in path.parent.iterdir()]
-    return [p for p, m in found if m and (int(m[1]) == os.getpid() or not _alive(int(m[1])))]
+TEMPORARY = re.compile(r"\.(.+)\.(\d+)\.(?:part|old)")
 
 
-def _prepare(path: Path) -> Path:
-    """The temporary name of a write of `path`, with the folders above made and leftovers removed.
+def _leftovers(folder: Path) -> dict[str, list[Path]]:
+    """`{name: its temporary names}` of processes that are dead, or of this one."""
+    out: dict[str, list[Path]] = {}
+    for path in folder.iterdir():
+        match = TEMPORARY.fullmatch(path.name)
+        if match and (int(match[2]) == os.getpid() or not _alive(int(match[2]))):
+            out.setdefault(match[1], []).append(path)
+    return out
+
+
+def _recover(path: Path, left: list[Path]) -> None:
+    """Removes what is left of writes of `path`.
 
     A folder that was put aside by a process killed before the new one took its place comes back first.
     """
-    path.parent.mkdir(parents=True, exist_ok=True)
-    left = _leftovers(path)
     aside = [p for p in left if p.suffix == ".old"]
     if aside and not os.path.lexists(path):
         os.replace(max(aside, key=lambda p: p.stat().st_mtime), path)
@@ -72,6 +76,31 @@ def _prepare(path: Path) -> Path:
             shutil.rmtree(p, ignore_errors=True)
         else:
             p.unlink(missing_ok=True)
+
+
+def clean_up(folder: str | Path, names: re.Pattern[str]) -> None:
+    """Removes what killed processes left of writes of all `names` in a folder; nothing when there is no such folder.
+
+    This process must not be writing any of them.
+    """
+    folder = Path(folder)
+    for name, left in _leftovers(folder).items() if folder.is_dir() else ():
+        if names.fullmatch(name):
+            _recover(folder / name, left)
+
+
+def remove_folder(path: str | Path) -> None:
+    """Removes a folder so that a process killed meanwhile leaves no half of it under its name."""
+    path = Path(path)
+    part = path.with_name(f".{path.name}.{os.getpid()}.part")
+    os.replace(path, part)
+    shutil.rmtree(part)
+
+
+def _prepare(path: Path) -> Path:
+    """The temporary name of a write of `path`, with the folders above made and leftovers removed."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _recover(path, _leftovers(path.parent).get(path.name, []))
     return path.with_name(f".{path.name}.{os.getpid()}.part")
 
 

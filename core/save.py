@@ -6,21 +6,24 @@ import json
 import os
 import re
 import shutil
+import struct
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-import safetensors.torch
-from safetensors import SafetensorError
+import torch
 from torch import Tensor
 
-from core.checkpoint import DTYPES, INDEX_SUFFIX, LazyLeaf, LazyTree, read_leaves
+from core.checkpoint import INDEX_SUFFIX, LazyLeaf, LazyTree, each_leaf
 from core.errors import UserError, raise_faults
-from core.files import atomic_file, atomic_folder, write_json
-from core.trees import Params, num_bytes
+from core.files import atomic_file, atomic_folder, fsync_path, write_json
+from core.parts import Place, part_metadata, part_name
+from core.stored import DTYPES
+from core.trees import num_bytes
 
-SCHEMA_VERSION = 1
+SCHEMA_VERSION = 1  # of the files, not of what a run notes beside them
 STEM = "diffusion_pytorch_model"
+NAMES = {dtype: name for name, dtype in DTYPES.items()}
 
 
 def describe(model_type: str, config: Mapping[str, Any], transforms: Sequence[str] = ()) -> dict[str, str]:
@@ -87,7 +90,7 @@ def save_checkpoint(
     """Writes `stem.safetensors`, or shards with an index when the leaves take more than `max_shard_bytes`.
 
     The folder's new content appears at once: files of an earlier save under `stem` are gone, other files
-    stay. Lazy leaves are read shard by shard, so that memory is bounded by one shard. Returns the
+    stay. Lazy leaves are read one at a time, so that memory is bounded by the largest. Returns the
     safetensors files. Raises UserError for what cannot be stored, before anything is written, and for a
     full disk; the earlier content is then untouched.
     """
@@ -109,6 +112,26 @@ def save_checkpoint(
             total = {"total_size": num_bytes(tree)}
             write_json(part / (stem + INDEX_SUFFIX), {"metadata": total, "weight_map": weight_map})
     return [folder / name for name in names]
+
+
+def save_part(
+    folder: str | Path,
+    tree: Mapping[str, Tensor | LazyLeaf],
+    places: Mapping[str, Place],
+    number: int,
+    count: int,
+    *,
+    metadata: Mapping[str, str],
+) -> Path:
+    """Writes one of the `count` files of a sharded checkpoint (see `core.parts`) and flushes it to the disk.
+
+    It is not atomic: the folder appears when all processes are done. A leaf is read when its turn comes.
+    """
+    path = Path(folder) / part_name(number, count)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    _write(path, tree, list(tree), {**metadata, **part_metadata(places, number, count)})
+    fsync_path(path)
+    return path
 
 
 def plan_shards(tree: Mapping[str, Any], max_shard_bytes: int) -> list[list[str]]:
@@ -140,7 +163,7 @@ def _check_storable(path: str | Path, tree: Mapping[str, Any], metadata: Mapping
             faults.append(f"{key!r} is not a key of a leaf")
         elif not isinstance(leaf, Tensor | LazyLeaf):
             faults.append(f"{key} is a {type(leaf).__name__}, not a tensor")
-        elif leaf.dtype not in DTYPES.values():
+        elif leaf.dtype not in NAMES:
             faults.append(f"{key} has dtype {leaf.dtype}, which safetensors does not store")
         elif isinstance(leaf, Tensor) and leaf.is_meta:
             faults.append(f"{key} is on the meta device and has no data")
@@ -155,7 +178,7 @@ def _disk_faults(path: str | Path, needed: int) -> Iterator[None]:
     """Turns failures of the disk into a UserError that names the path and the bytes needed."""
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         above = next((p for p in Path(path).absolute().parents if p.exists()), Path("/"))
         free = shutil.disk_usage(above).free
         raise UserError(
@@ -182,21 +205,29 @@ def _link(source: str, target: str) -> None:
 
 
 def _write(path: Path, tree: Mapping[str, Tensor | LazyLeaf], keys: Sequence[str], metadata: Mapping[str, str]) -> None:
-    """One safetensors file; `format` is what other libraries look for before they load it."""
-    path.touch()
-    mode = path.stat().st_mode
-    safetensors.torch.save_file(_stored(read_leaves(tree, keys)), path, metadata={"format": "pt", **metadata})
-    path.chmod(mode)  # the library's files are private to the user, whatever the umask
+    """One safetensors file, a leaf at a time: memory holds the largest, and what its rule made with it.
+
+    Wide dtypes come first, as the library writes them, so that every leaf is aligned. The metadata entry `format` is
+    what other libraries look for before they load a file.
+    """
+    keys = sorted(keys, key=lambda k: -tree[k].dtype.itemsize)
+    header: dict[str, Any] = {"__metadata__": {"format": "pt", **metadata}}
+    end = 0
+    for key in keys:
+        start, end = end, end + num_bytes({key: tree[key]})
+        name, shape = NAMES[tree[key].dtype], list(tree[key].shape)
+        header[key] = {"dtype": name, "shape": shape, "data_offsets": [start, end]}
+    blob = json.dumps(header, separators=(",", ":")).encode()
+    blob += b" " * (-len(blob) % 8)
+    with open(path, "wb") as file:
+        file.write(struct.pack("<Q", len(blob)) + blob)
+        for key, leaf in zip(keys, each_leaf(tree, keys), strict=True):
+            _append(file, key, leaf, header[key]["data_offsets"])
 
 
-def _stored(tensors: Params) -> Params:
-    """Contiguous CPU tensors, each alone in its storage."""
-    out: Params = {}
-    seen: set[int] = set()
-    for key, tensor in tensors.items():
-        tensor = tensor.detach().resolve_conj().resolve_neg().contiguous()
-        if tensor.untyped_storage().data_ptr() in seen:
-            tensor = tensor.clone()
-        seen.add(tensor.untyped_storage().data_ptr())
-        out[key] = tensor
-    return out
+def _append(file: BinaryIO, key: str, leaf: Tensor, place: Sequence[int]) -> None:
+    """Writes the bytes of a leaf. RuntimeError when they are not those that its header promised: an error of ours."""
+    data = leaf.detach().resolve_conj().resolve_neg().cpu().contiguous().reshape(-1).view(torch.uint8)
+    if data.numel() != place[1] - place[0]:
+        raise RuntimeError(f"{key}: read {data.numel()} bytes, its shape and dtype said {place[1] - place[0]}")
+    file.write(memoryview(data.numpy()))

@@ -8,14 +8,17 @@ The one legal nesting order, outermost first, is `recompute(compiled(scan))`: re
 outside the call of a layer, since a layer may fetch or gather its weights there.
 """
 
+import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
-from core.trees import Layer
+from core.offload import Host
+from core.trees import Layer, flatten
 
 Block = Callable[..., tuple[Any, Any]]
 Scan = Callable[..., tuple[Any, list[Any]]]
@@ -76,30 +79,44 @@ def _refuse(name: str, inner: Scan, allowed: tuple[str, ...]) -> None:
         )
 
 
-def _group(layers: Sequence[Layer], policy) -> Callable[..., Any]:
+def _run_group(layers: Sequence[Layer], block: Block, carry: Any, xs: Sequence[Any]) -> tuple[Any, list[Any]]:
+    """Consecutive layers, one after another."""
+    ys = []
+    for layer, x in zip(layers, xs, strict=True):
+        carry, y = call_layer(layer, block, carry, x)
+        ys.append(y)
+    return carry, ys
+
+
+def _group(layers: Sequence[Layer], policy, host: Host | None) -> Callable[..., Any]:
     """Consecutive layers as one callable layer whose activations are recomputed in the backward pass."""
     extra = {} if policy is None else {"context_fn": lambda: create_selective_checkpoint_contexts(policy)}
 
-    def run(block, carry, xs):
-        ys = []
-        for layer, x in zip(layers, xs, strict=True):
-            carry, y = call_layer(layer, block, carry, x)
-            ys.append(y)
-        return carry, ys
-
     def layer(block, carry, xs):
         if not torch.is_grad_enabled():
-            return run(block, carry, xs)
-        # Blocks draw no random numbers, so no generator state is saved and restored. Stopping early would save
-        # nothing (a compiled block is one node) and be done by an exception thrown through compiled code.
-        return checkpoint(
-            run, block, carry, xs, use_reentrant=False, preserve_rng_state=False, early_stop=False, **extra
-        )
+            return _run_group(layers, block, carry, xs)
+        # Apart, since a checkpoint saves those of its arguments that are tensors, not what tuples and dicts hold.
+        parts, rebuild = flatten(carry)
+
+        def run(*parts):
+            return _run_group(layers, block, rebuild(parts), xs)
+
+        with contextlib.nullcontext() if host is None else host.saving():
+            # Blocks draw no random numbers, so no generator state is saved and restored. Stopping early would save
+            # nothing (a compiled block is one node) and be done by an exception thrown through compiled code.
+            return checkpoint(run, *parts, use_reentrant=False, preserve_rng_state=False, early_stop=False, **extra)
 
     return layer
 
 
-def recompute(inner: Scan = scan, *, every: int = 1, policy: Callable[..., Any] | None = None) -> Scan:
+def recompute(
+    inner: Scan = scan,
+    *,
+    every: int = 1,
+    policy: Callable[..., Any] | None = None,
+    nth: int = 1,
+    offload: bool = False,
+) -> Scan:
     """A scan that keeps only the carry at the border of each group of `every` layers.
 
     Args:
@@ -107,20 +124,28 @@ def recompute(inner: Scan = scan, *, every: int = 1, policy: Callable[..., Any] 
         every: consecutive layers per checkpoint; the last group may be shorter.
         policy: a selective-checkpoint policy `(ctx, op, *args, **kw) -> CheckpointPolicy`. It sees the
             operators of uncompiled blocks only.
+        nth: only groups 0, `nth`, 2 `nth`, ... are recomputed; the others keep their activations.
+        offload: keep the carries in host memory until the backward pass, where they are on a GPU.
 
     Raises:
-        ValueError: `every` < 1, or `inner` already recomputes.
+        ValueError: `every` or `nth` < 1, or `inner` already recomputes.
     """
-    if every < 1:
-        raise ValueError(f"recompute: every must be at least 1, got {every}")
+    for name, value in (("every", every), ("nth", nth)):
+        if value < 1:
+            raise ValueError(f"recompute: {name} must be at least 1, got {value}")
     _refuse("recompute", inner, allowed=("compiled",))
 
     def run(block, carry, layers, xs=None):
         if xs is not None and len(xs) != len(layers):
             raise ValueError(f"scan: {len(xs)} per-layer inputs for {len(layers)} layers")
-        rows = list(xs) if xs is not None else [None] * len(layers)
+        rows, host = list(xs) if xs is not None else [None] * len(layers), Host() if offload else None
         starts = range(0, len(layers), every)
-        groups = [_group(layers[i : i + every], policy) for i in starts]
+        groups = [
+            _group(layers[i : i + every], policy, host)
+            if number % nth == 0
+            else functools.partial(_run_group, layers[i : i + every])
+            for number, i in enumerate(starts)
+        ]
         carry, ys = inner(block, carry, groups, [rows[i : i + every] for i in starts])
         return carry, [y for group in ys for y in group]
 

@@ -97,6 +97,12 @@ def map_tree(fn: Callable[..., Any], tree: Any, *rest: Any) -> Any:
     return optree.tree_map(fn, tree, *rest, none_is_leaf=True, namespace=NAMESPACE)
 
 
+def flatten(tree: Any) -> tuple[list[Any], Callable[[Sequence[Any]], Any]]:
+    """The leaves of a nested structure, and what builds it again from such leaves."""
+    leaves, shape = optree.tree_flatten(tree, none_is_leaf=True, namespace=NAMESPACE)
+    return leaves, shape.unflatten
+
+
 def tensors(tree: Any) -> list[Tensor]:
     """Every tensor of a nested structure, in optree's order."""
     leaves = optree.tree_leaves(tree, none_is_leaf=True, namespace=NAMESPACE)

@@ -6,6 +6,7 @@ the middle, which spans the tile instead of the picture. Sizes are counted in la
 """
 
 import dataclasses
+import functools
 import itertools
 from collections.abc import Callable, Sequence
 
@@ -22,12 +23,10 @@ from nn.wan_vae_config import WanVaeConfig
 
 @dataclasses.dataclass(frozen=True)
 class Window:
-    """One tile along one axis: units `start` to `stop`, and how far it overlaps the tile before and after."""
+    """One tile along one axis: units `start` to `stop`."""
 
     start: int
     stop: int
-    before: int
-    after: int
 
 
 def windows(size: int, tile: int, overlap: int) -> list[Window]:
@@ -36,14 +35,10 @@ def windows(size: int, tile: int, overlap: int) -> list[Window]:
     One tile of `size` units when `tile` is no shorter than that.
     """
     if tile >= size:
-        return [Window(0, size, 0, 0)]
+        return [Window(0, size)]
     gaps = -(-(size - tile) // (tile - overlap))
     starts = [i * (size - tile) // gaps for i in range(gaps + 1)]
-    shared = [a + tile - b for a, b in itertools.pairwise(starts)]
-    return [
-        Window(start, start + tile, before, after)
-        for start, before, after in zip(starts, [0, *shared], [*shared, 0], strict=True)
-    ]
+    return [Window(start, start + tile) for start in starts]
 
 
 def blend_weights(size: int, tile: int, overlap: int, *, scale: int = 1, dtype=torch.float32, device="cpu"):
@@ -51,17 +46,22 @@ def blend_weights(size: int, tile: int, overlap: int, *, scale: int = 1, dtype=t
 
     At every pixel the weights of all tiles that hold it sum to one. `scale` is output pixels per unit.
     """
-    tiles = windows(size, tile, overlap)
-    raw = [torch.ones((w.stop - w.start) * scale, dtype=dtype, device=device) for w in tiles]
-    for weights, w in zip(raw, tiles, strict=True):
-        up, down = (_ramp(n * scale, dtype, device) for n in (w.before, w.after))
-        weights[: len(up)] *= up
-        weights[len(weights) - len(down) :] *= down.flip(0)
+    spans = [(w.start * scale, w.stop * scale) for w in windows(size, tile, overlap)]
+    return span_weights(spans, dtype=dtype, device=device)
+
+
+def span_weights(spans: Sequence[tuple[int, int]], *, dtype=torch.float32, device="cpu") -> list[Tensor]:
+    """`blend_weights` of tiles from `start` to `stop` each, in order and without gaps, in output pixels."""
+    raw = [torch.ones(stop - start, dtype=dtype, device=device) for start, stop in spans]
+    for (before, after), (left, right) in zip(itertools.pairwise(spans), itertools.pairwise(raw), strict=True):
+        ramp = _ramp(before[1] - after[0], dtype, device)
+        left[len(left) - len(ramp) :] *= ramp.flip(0)
+        right[: len(ramp)] *= ramp
     # Two ramps add up to one; where evenly spread tiles meet by three, dividing by the sum makes it so.
-    total = torch.zeros(size * scale, dtype=dtype, device=device)
-    for weights, w in zip(raw, tiles, strict=True):
-        total[w.start * scale : w.stop * scale] += weights
-    return [weights / total[w.start * scale : w.stop * scale] for weights, w in zip(raw, tiles, strict=True)]
+    total = torch.zeros(spans[-1][1], dtype=dtype, device=device)
+    for weights, (start, stop) in zip(raw, spans, strict=True):
+        total[start:stop] += weights
+    return [weights / total[start:stop] for weights, (start, stop) in zip(raw, spans, strict=True)]
 
 
 def _ramp(n: int, dtype, device) -> Tensor:
@@ -80,23 +80,37 @@ def check_tiles(tile: Sequence[int], overlap: Sequence[int]) -> None:
     raise_faults("these tiles cannot be used", faults)
 
 
-def _blended(code: Callable[[Tensor], Tensor], x: Tensor, size, tile, overlap, scale_in: int, scale_out: int) -> Tensor:
-    """Sum over tiles of `code(tile of x)` times its weights; `size`, `tile`, `overlap` in latent pixels (h, w).
+@dataclasses.dataclass(frozen=True)
+class Part:
+    """One tile along one axis: what it takes of the input, where it goes in the output, and its weights there."""
+
+    source: slice
+    target: slice
+    weights: Tensor
+
+
+def parts_along(size: int, tile: int, overlap: int, scale_in: int, scale_out: int, like: Tensor) -> list[Part]:
+    """The tiles of one axis of the picture; sizes in latent pixels, weights float32 or wider on `like`'s device."""
+    weights = blend_weights(size, tile, overlap, scale=scale_out, dtype=wide(like), device=like.device)
+    return [
+        Part(*(slice(w.start * scale, w.stop * scale) for scale in (scale_in, scale_out)), weight)
+        for w, weight in zip(windows(size, tile, overlap), weights, strict=True)
+    ]
+
+
+def blended(code: Callable[[Tensor], Tensor], x: Tensor, axes: Sequence[Sequence[Part]]) -> Tensor:
+    """Sum over tiles of `code(tile of x)` times its weights, along the last `len(axes)` axes.
 
     Weights are float32 or wider, the sum has the dtype of what `code` gives.
     """
-    axes = [
-        list(zip(windows(*a), blend_weights(*a, scale=scale_out, dtype=wide(x), device=x.device), strict=True))
-        for a in zip(size, tile, overlap, strict=True)
-    ]
     total = None
-    for (row, row_weights), (column, column_weights) in itertools.product(*axes):
-        cut = [slice(w.start * scale_in, w.stop * scale_in) for w in (row, column)]
-        part = code(x[..., cut[0], cut[1]])
+    for tile in itertools.product(*axes):
+        part = code(x[(..., *(axis.source for axis in tile))])
         if total is None:
-            total = part.new_zeros(*part.shape[:3], *(n * scale_out for n in size))
-        paste = [slice(w.start * scale_out, w.stop * scale_out) for w in (row, column)]
-        total[..., paste[0], paste[1]] += part * (row_weights[:, None] * column_weights)
+            lead = part.shape[: part.ndim - len(axes)]
+            total = part.new_zeros(*lead, *(axis[-1].target.stop for axis in axes))
+        weights = functools.reduce(lambda a, b: a[..., None] * b, (axis.weights for axis in tile))
+        total[(..., *(axis.target for axis in tile))] += part * weights
     return total
 
 
@@ -124,7 +138,9 @@ def tiled_decode(
     overlap = _pair(overlap)
     check_tiles(tile, overlap)
     decode = lambda z: wan_vae.decode(params, cfg, z, chunk=chunk, clamp=False, run=run)  # noqa: E731
-    video = _blended(decode, latents, latents.shape[-2:], tile, overlap, 1, cfg.scale_factor_spatial)
+    scale = cfg.scale_factor_spatial
+    axes = [parts_along(*a, 1, scale, latents) for a in zip(latents.shape[-2:], tile, overlap, strict=True)]
+    video = blended(decode, latents, axes)
     return video.clamp(-1.0, 1.0) if clamp else video
 
 
@@ -145,4 +161,4 @@ def tiled_encode(
     scale = cfg.scale_factor_spatial
     size = [n // scale for n in video.shape[-2:]]
     encode = lambda part: wan_vae.encode(params, cfg, part, chunk=chunk, run=run)  # noqa: E731
-    return _blended(encode, video, size, tile, overlap, scale, 1)
+    return blended(encode, video, [parts_along(*a, scale, 1, video) for a in zip(size, tile, overlap, strict=True)])

@@ -1,4 +1,5 @@
-"""Differentiable collectives over one group, traceable by torch.compile.
+"""Differentiable collectives over one group, traceable by torch.compile. Backwards are made of them too, so that second
+derivatives are right.
 
 `Group` is data (a name, a size, a rank), so that frozen wrappers can hold and compare it. A group of one process is
 None everywhere, and no collective runs.
@@ -35,11 +36,12 @@ class _Sum(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
         return compat.all_reduce(x, group.name)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return grad, None
+        return _Copy.apply(grad, ctx.group), None
 
 
 class _Copy(torch.autograd.Function):
@@ -52,7 +54,7 @@ class _Copy(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return compat.all_reduce(grad, ctx.group.name), None
+        return _Sum.apply(grad, ctx.group), None
 
 
 class _Exchange(torch.autograd.Function):
@@ -65,7 +67,7 @@ class _Exchange(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return compat.all_to_all(grad, ctx.group.size, ctx.group.name), None
+        return _Exchange.apply(grad, ctx.group), None
 
 
 class _Gather(torch.autograd.Function):
@@ -78,7 +80,20 @@ class _Gather(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return compat.reduce_scatter(grad, ctx.group.size, ctx.group.name), None
+        return _Scatter.apply(grad, ctx.group), None
+
+
+class _Scatter(torch.autograd.Function):
+    """`[size * n, ...] -> [n, ...]`, this process's part of the sum. It and `_Gather` are each other's backward."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, group: Group) -> Tensor:
+        ctx.group = group
+        return compat.reduce_scatter(x, group.size, group.name)
+
+    @staticmethod
+    def backward(ctx, grad: Tensor):
+        return _Gather.apply(grad, ctx.group), None
 
 
 def all_sum(x: Tensor, group: Group | None) -> Tensor:

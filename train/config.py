@@ -5,9 +5,9 @@ Key names follow FastVideo's modular training recipes, so that their YAML files 
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from core.config import Label, Section, load_config, raise_field_faults, show
 from core.geometry import nearest_valid
@@ -21,6 +21,14 @@ Sampler = Literal["euler", "unipc"]
 Scalar = bool | int | float | str | None
 Override = Annotated[Scalar | tuple[Scalar, ...], Label("scalar or list")]
 Positive = Annotated[int, Field(ge=1)]
+
+
+def _spelled(value: Any) -> Any:
+    """Text as names are compared: stripped, in lower case."""
+    return value.strip().lower() if isinstance(value, str) else value
+
+
+Float = Annotated[Literal["fp32", "bf16"], BeforeValidator(_spelled)]
 
 # Video frames per latent frame after the first, by model target.
 TEMPORAL_STRIDE = {"wan": 4}
@@ -82,7 +90,7 @@ class Data(Section):
     streaming_manifest_path: str | None = Field(
         None, description="JSON index outside the data, made when missing; null: the files are indexed at every start."
     )
-    train_batch_size: int = Field(1, ge=1, description="Samples per step, rank and microbatch.")
+    train_batch_size: int = Field(1, ge=1, description="Samples per microbatch of each data-parallel process.")
     dataloader_num_workers: int = Field(0, ge=0, description="Worker processes that read data; 0: the main process.")
     training_cfg_rate: float = Field(0.0, ge=0, le=1, description="Share of captions replaced by the empty caption.")
     seed: int = Field(
@@ -163,6 +171,9 @@ class Checkpoint(Section):
     weights_only: bool = Field(
         False, description="Resume the weights alone; a missing or damaged optimiser state is then no error."
     )
+    save_in_background: bool = Field(
+        False, description="Go on training while a checkpoint is written, from a copy in host memory."
+    )
 
     @model_validator(mode="after")
     def _check(self):
@@ -185,10 +196,18 @@ class ModelTraining(Section):
     precondition_outputs: bool = Field(
         False, description="Compare the clean latents that the velocity implies, instead of the velocity."
     )
-    enable_gradient_checkpointing_type: Literal["full"] | None = Field(
-        None, description="full: recompute blocks in the backward pass; null: keep activations."
+    enable_gradient_checkpointing_type: Literal["full", "save_attention", "save_matmuls"] | None = Field(
+        None,
+        description="full: recompute blocks in the backward pass; save_attention, save_matmuls: all but the outputs of "
+        "attention, or of attention and every other matrix product; null: keep activations.",
     )
     gradient_checkpointing_every: int = Field(1, ge=1, description="Consecutive blocks per recomputed group.")
+    gradient_checkpointing_nth: int = Field(
+        1, ge=1, description="Recompute only every n-th group; the others keep their activations."
+    )
+    activation_offload: bool = Field(
+        False, description="Keep what recomputed groups start from in host memory until the backward pass."
+    )
     enable_torch_compile: bool = Field(False, description="Compile the transformer block, once for all blocks.")
     activation_memory_budget: float = Field(
         1.0, gt=0, le=1, description="Share of activations that the compiler may keep; below 1 it recomputes cheap ops."
@@ -196,11 +215,69 @@ class ModelTraining(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        faults = []
+        faults, kind = [], self.enable_gradient_checkpointing_type
         if self.activation_memory_budget < 1 and not self.enable_torch_compile:
             faults.append(("activation_memory_budget", "below 1 needs enable_torch_compile: true"))
-        if self.gradient_checkpointing_every > 1 and self.enable_gradient_checkpointing_type is None:
-            faults.append(("gradient_checkpointing_every", "above 1 needs enable_gradient_checkpointing_type: full"))
+        if kind is None:
+            needs = "needs enable_gradient_checkpointing_type: full (or save_attention, save_matmuls)"
+            if self.gradient_checkpointing_every > 1:
+                faults.append(("gradient_checkpointing_every", f"above 1 {needs}"))
+            if self.gradient_checkpointing_nth > 1:
+                faults.append(("gradient_checkpointing_nth", f"above 1 {needs}"))
+            if self.activation_offload:
+                faults.append(("activation_offload", f"true {needs}"))
+        elif kind != "full" and self.enable_torch_compile:
+            what = f"{kind} sees nothing in compiled blocks: use full, or activation_memory_budget"
+            faults.append(("enable_gradient_checkpointing_type", what))
+        raise_field_faults(faults)
+        return self
+
+
+class Distributed(Section):
+    """The processes of a run, and what each of them holds. hsdp_replicate_dim x hsdp_shard_dim x tp_size of them."""
+
+    num_gpus: int | None = Field(None, ge=1, description="Processes of the run; null: as many as were started.")
+    hsdp_replicate_dim: int = Field(1, ge=1, description="Copies of the sharded weights.")
+    hsdp_shard_dim: int = Field(
+        -1, ge=-1, description="Shards of the weights, those of sp_size included; -1: what the others leave."
+    )
+    sp_size: int = Field(1, ge=1, description="Processes that share the tokens of a sample; divides hsdp_shard_dim.")
+    tp_size: int = Field(1, ge=1, description="Processes that share each matrix: heads and MLP width.")
+    reshard_after_forward: bool = Field(
+        True, description="Free gathered weights after the forward pass; false: more memory, fewer all-gathers."
+    )
+    fsdp_modules_per_group: int = Field(
+        1, ge=1, description="Consecutive blocks per all-gather: fewer launches, larger buffers, less overlap."
+    )
+    fsdp_prefetch: int = Field(1, ge=0, description="Groups that are gathered ahead; 0: left to PyTorch.")
+    fsdp_symmetric_memory: bool = Field(False, description="NCCL's symmetric-memory collectives for the weights.")
+    reduce_dtype: Float | None = Field(
+        "fp32", description="In what gradients travel; bf16 halves it. Sums are fp32 either way; null: fp32."
+    )
+    accumulate: Literal["last", "sharded"] = Field(
+        "last",
+        description="last: reduce gradients after the last microbatch, whole until then; sharded: after each, which "
+        "takes less memory and more communication.",
+    )
+    pin_cpu_memory: bool = Field(
+        False, description="Keep weights, gradients and moments in (on CUDA pinned) host memory between uses."
+    )
+    timeout_s: float = Field(
+        1800.0, gt=0, description="Seconds that a collective may take; then the run ends and says where each rank was."
+    )
+
+    @model_validator(mode="after")
+    def _check(self):
+        faults, shard, sp = [], self.hsdp_shard_dim, self.sp_size
+        if shard == 0:
+            faults.append(("hsdp_shard_dim", "must be at least 1, or -1 for what the others leave, got 0"))
+        elif shard > 0 and shard % sp:
+            faults.append(("sp_size", f"must divide hsdp_shard_dim, got {sp} and {shard}"))
+        sizes = (self.hsdp_replicate_dim, shard, self.tp_size)
+        if shard > 0 and self.num_gpus is not None and self.hsdp_replicate_dim * shard * self.tp_size != self.num_gpus:
+            product = " x ".join(map(str, sizes))
+            what = f"must be hsdp_replicate_dim x hsdp_shard_dim x tp_size = {product}, got {self.num_gpus}"
+            faults.append(("num_gpus", what))
         raise_field_faults(faults)
         return self
 
@@ -220,11 +297,14 @@ class Training(Section):
     loop: Loop
     checkpoint: Checkpoint
     model: ModelTraining = ModelTraining()
+    distributed: Distributed = Distributed()
     dit_precision: Literal["fp32", "bf16"] = Field("fp32", description="Stored (master) weights.")
     compute_dtype: Literal["fp32", "bf16"] | None = Field(
         None, description="Arithmetic of the blocks; null: bf16 on a GPU that has it, else fp32."
     )
-    device: str | None = Field(None, description="cuda, cuda:1, mps, cpu; null: the best there is.")
+    device: str | None = Field(
+        None, description="cuda, cuda:1, mps, cpu; null: the best there is. Of several processes each has its own GPU."
+    )
     deterministic: bool = Field(False, description="Deterministic kernels: bit-equal resume on a GPU too, but slower.")
     profile: Profile | None = Field(None, description="Write a trace of these steps; null: none.")
 

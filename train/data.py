@@ -20,6 +20,7 @@ import torch
 from core import keys
 from core.errors import UserError, raise_faults
 from train import streaming
+from train.order import Entries, Share, batches_from
 from train.preprocess.record import check_complete
 from train.rows import (
     Batch,
@@ -292,22 +293,6 @@ def check_text(dataset: Dataset, dim: int) -> None:
     check_tensors(dataset, {"text_embedding": (None, dim)}, "text embeddings that do not fit the model")
 
 
-def check_streaming(dataset: Dataset, batch_size: int) -> None:
-    """Refuses to stream what would never be seen: signatures, or a whole set, that fill no batch.
-
-    Raises UserError with the first file and row of each.
-    """
-    counts = np.bincount(dataset.buckets)
-    few = [
-        f"{where(dataset, int((dataset.buckets == bucket).argmax()))}: {counts[bucket]} sample(s) like it"
-        for bucket in np.flatnonzero(counts < batch_size)
-    ]
-    what = f"streaming makes full batches of one shape: too few samples for training.data.train_batch_size {batch_size}"
-    raise_faults(f"{what} (a map repeats them)", few)
-    if not streaming.batches_per_rank(dataset.buckets, batch_size, dataset.streaming.world):
-        raise UserError(f"{len(dataset)} samples fill fewer batches of {batch_size} than there are ranks")
-
-
 # --- reading --------------------------------------------------------------------------------------------------
 
 
@@ -362,8 +347,12 @@ def row_groups(dataset: Dataset) -> list[Group]:
     return groups
 
 
-def _stream(dataset: Dataset, key: keys.Key, batch_size: int, start: int) -> Iterator[Batch]:
+def _stream(dataset: Dataset, key: keys.Key, batch_size: int, start: int, share: Share) -> Iterator[Batch]:
     how, groups, columns = dataset.streaming, row_groups(dataset), columns_of(dataset.row_type)
+    # The order of the epoch before is asked for as well: its last rows may be in this one's first batches.
+    order_of = functools.lru_cache(maxsize=2)(
+        lambda epoch: streaming.epoch_order(groups, key, epoch, how.shuffle_row_groups)
+    )
 
     def read(group: Group, rows: Sequence[int]) -> Iterator[dict[str, Any]]:
         path = dataset.files[group.file].path
@@ -371,45 +360,42 @@ def _stream(dataset: Dataset, key: keys.Key, batch_size: int, start: int) -> Ite
         for row, values in zip(rows, stored, strict=True):
             yield decode_row(dataset.row_type, values, where(dataset, group.first + row))
 
-    epoch, skip = divmod(start, streaming.batches_per_rank(dataset.buckets, batch_size, how.world))
-    while True:
-        plan = streaming.epoch_plan(groups, dataset.buckets, key, batch_size, epoch, how)
-        for batch in streaming.read_batches(plan, skip, read):
+    entries = streaming.stream_entries(order_of, dataset.buckets)
+    for _, plan in batches_from(entries, np.bincount(dataset.buckets), batch_size, start):
+        own = plan[:, share.part(batch_size)]
+        for batch in streaming.read_batches(own, order_of, len(dataset), read):
             indices, rows = zip(*batch, strict=True)
             yield collate(dataset.row_type, rows, indices)
-        epoch, skip = epoch + 1, 0
 
 
 # --- batches --------------------------------------------------------------------------------------------------
 
 
-def batches_per_epoch(dataset: Dataset, batch_size: int) -> int:
-    """Batches in one epoch: full ones of each latent shape, at least one per shape."""
-    return sum(max(1, int(n) // batch_size) for n in np.bincount(dataset.buckets))
-
-
-def epoch_plan(dataset: Dataset, key: keys.Key, batch_size: int, epoch: int) -> list[list[int]]:
-    """The sample indices of every batch of an epoch; depends on nothing but the arguments.
-
-    A batch holds one latent shape. Every sample comes once, but for those that do not fill a batch of
-    their shape (others in every epoch); a shape with fewer samples than a batch repeats them to fill one.
-    """
+def epoch_order(dataset: Dataset, key: keys.Key, epoch: int) -> np.ndarray:
+    """The samples in a map's order of an epoch, int64 `[n]`: shuffled within each bucket, and then all of them."""
     key = keys.fold_in(keys.fold_in(key, "epoch"), epoch)
-    plan = []
-    for bucket in range(len(dataset.shapes)):
-        members = np.flatnonzero(dataset.buckets == bucket)
-        order = members[keys.permutation(keys.fold_in(key, bucket), len(members))]
-        order = np.resize(order, max(batch_size, len(order) // batch_size * batch_size))
-        plan += order.reshape(-1, batch_size).tolist()
-    return [plan[i] for i in keys.permutation(keys.fold_in(key, "order"), len(plan))]
+    members = [np.flatnonzero(dataset.buckets == bucket) for bucket in range(len(dataset.shapes))]
+    shuffled = [m[keys.permutation(keys.fold_in(key, bucket), len(m))] for bucket, m in enumerate(members)]
+    return np.concatenate(shuffled)[keys.permutation(keys.fold_in(key, "order"), len(dataset))]
+
+
+def map_entries(dataset: Dataset, key: keys.Key) -> Entries:
+    """Entries of `train.order` for a map: samples, in the order of each epoch."""
+    # An epoch's first batches hold what the one before left.
+    order_of = functools.lru_cache(maxsize=2)(functools.partial(epoch_order, dataset, key))
+
+    def entries(epoch: int, bucket: int) -> tuple[np.ndarray, np.ndarray]:
+        order = order_of(epoch)
+        places = np.flatnonzero(dataset.buckets[order] == bucket)
+        return order[places], places
+
+    return entries
 
 
 def batch_indices(dataset: Dataset, key: keys.Key, batch_size: int, start: int = 0) -> Iterator[list[int]]:
-    """The sample indices of batches `start`, `start` + 1, ... without end, through epochs 0, 1, ..."""
-    epoch, skip = divmod(start, batches_per_epoch(dataset, batch_size))
-    while True:
-        yield from epoch_plan(dataset, key, batch_size, epoch)[skip:]
-        epoch, skip = epoch + 1, 0
+    """The sample indices of batches `start`, `start` + 1, ... of a map, without end."""
+    for _, plan in batches_from(map_entries(dataset, key), np.bincount(dataset.buckets), batch_size, start):
+        yield from plan.tolist()
 
 
 class _Fetch(torch.utils.data.Dataset):
@@ -466,20 +452,32 @@ def _loaded(source: torch.utils.data.Dataset, num_workers: int, **sampler) -> It
 
 
 def batches(
-    dataset: Dataset, *, key: keys.Key, batch_size: int, start: int = 0, num_workers: int = 0
+    dataset: Dataset,
+    *,
+    key: keys.Key,
+    batch_size: int,
+    start: int = 0,
+    num_workers: int = 0,
+    share: Share = Share(),
 ) -> Iterator[Batch]:
-    """Batches at positions `start`, `start` + 1, ... (micro-batches since the start of training), without end.
+    """This process's share of batches `start`, `start` + 1, ... since the start of training, without end.
 
-    A batch depends on (dataset, key, batch_size, position) alone: not on where reading started nor on
-    `num_workers`, the number of background processes (0 reads inline; a stream takes at most one). For the order
-    see `epoch_plan`, and `streaming.epoch_plan` for a stream.
+    The samples of a batch depend on (dataset, key, batch_size, its number) alone (see `train.order`): not on how many
+    processes share it, on where reading started, nor on `num_workers`, the number of background processes (0 reads
+    inline; a stream takes at most one).
+
+    Args:
+        batch_size: samples of all processes together; each reads an equal share of every batch.
     """
     for name, value, least in (("batch_size", batch_size, 1), ("start", start, 0), ("num_workers", num_workers, 0)):
         if isinstance(value, bool) or not isinstance(value, int) or value < least:
             raise UserError(f"{name} is {value!r}, expected an integer >= {least}")
+    if batch_size % share.count:
+        raise UserError(f"batch_size is {batch_size}, expected a multiple of the {share.count} that share it")
     if dataset.streaming is None:
-        return _loaded(_Fetch(dataset), num_workers, sampler=batch_indices(dataset, key, batch_size, start))
+        part = share.part(batch_size)
+        own = (batch[part] for batch in batch_indices(dataset, key, batch_size, start))
+        return _loaded(_Fetch(dataset), num_workers, sampler=own)
     if num_workers > 1:
         raise UserError(f"num_workers is {num_workers}, a stream is read by one process: expected 0 or 1")
-    check_streaming(dataset, batch_size)
-    return _loaded(_Source(functools.partial(_stream, dataset, key, batch_size, start)), num_workers)
+    return _loaded(_Source(functools.partial(_stream, dataset, key, batch_size, start, share)), num_workers)

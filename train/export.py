@@ -17,6 +17,7 @@ from nn.config_files import parse_config
 from nn.wan import WanConfig, param_specs
 from nn.wan_formats import FIXED
 from train import state as states
+from train.packing import repacked
 from train.precision import FLOATS
 
 
@@ -76,7 +77,8 @@ def export(
     text_encoder: str | Path | None = None,
     image_encoder: str | Path | None = None,
 ) -> Path:
-    """Writes the weights of a checkpoint as a pipeline folder; leaves are read one shard at a time.
+    """Writes the weights of a checkpoint as a pipeline folder; memory holds one leaf at a time, whatever it was
+    sharded over.
 
     Args:
         source: a checkpoint folder, or a run's output folder (its newest checkpoint is taken).
@@ -96,7 +98,8 @@ def export(
         raise UserError(f"{folder}: no {name}/ in this checkpoint" + (" (the run kept no average)" if ema else ""))
     entries = {k: v for k, v in record["config"].items() if not k.startswith("_")}
     cfg = parse_config(WanConfig, entries, str(folder / states.RECORD), fixed=FIXED)
-    tree, model_specs = open_checkpoint(folder / name), param_specs(cfg)
+    model_specs = param_specs(cfg)
+    tree = repacked(open_checkpoint(folder / name), model_specs)
     check(tree, model_specs, what=str(folder / name))
     bound = cast(FLOATS[dtype], keep_fp32=lambda k: model_specs[k].keep_fp32)(tree.specs)
     if image_encoder is not None and cfg.image_dim is None:

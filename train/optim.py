@@ -1,4 +1,7 @@
-"""AdamW over flat trees, gradient clipping and EMA: pairs of functions that update in place."""
+"""AdamW over flat trees and EMA: pairs of functions that update in place. Of sharded leaves each process has its part.
+
+Gradients are clipped by `parallel.norms.clip_`.
+"""
 
 import contextlib
 import dataclasses
@@ -10,6 +13,9 @@ from torch import Tensor
 from core import compat
 from core.errors import UserError, raise_faults
 from core.trees import Params
+from parallel.norms import clip_, local
+
+__all__ = ["AdamW", "adamw_init", "adamw_update", "clip_", "ema_update", "exchange", "holding", "swapped"]
 
 OptState = dict[str, Tensor]
 FUSED_DEVICES = ("cuda", "cpu")
@@ -28,7 +34,8 @@ class AdamW:
 def adamw_init(params: Mapping[str, Tensor]) -> OptState:
     """`{"step", "exp_avg.<key>", "exp_avg_sq.<key>"}`: moments of every leaf in float32 or wider, zeros.
 
-    The step is a 0-d float32 tensor on the leaves' device, as the fused kernel needs it there.
+    Moments are sharded as their leaves are. The step is a 0-d float32 tensor on the leaves' device, as the fused
+    kernel needs it there.
     """
     device = next(iter(params.values())).device
     state: OptState = {"step": torch.zeros((), dtype=torch.float32, device=device)}
@@ -39,10 +46,11 @@ def adamw_init(params: Mapping[str, Tensor]) -> OptState:
 
 
 def groups_of(params: Mapping[str, Tensor]) -> list[list[str]]:
-    """Keys grouped by device and dtype, for multi-tensor kernels."""
+    """Keys grouped by device and dtype, for multi-tensor kernels. Empty shards are left out."""
     groups: dict[tuple, list[str]] = {}
     for k, p in params.items():
-        groups.setdefault((p.device, p.dtype), []).append(k)
+        if local(p).numel():
+            groups.setdefault((p.device, p.dtype), []).append(k)
     return list(groups.values())
 
 
@@ -51,7 +59,7 @@ def adamw_update(opt: AdamW, grads: Mapping[str, Tensor], state: OptState, param
     """One update of `params` and `state`, in place.
 
     Args:
-        grads: one gradient per key of `params`, same shapes; they are used in the dtype of the moments.
+        grads: one gradient per key of `params`, same shapes and shards; they are used in the dtype of the moments.
         lr: learning rate of this step.
 
     Raises:
@@ -66,14 +74,14 @@ def adamw_update(opt: AdamW, grads: Mapping[str, Tensor], state: OptState, param
             raise UserError(f"training.optimizer.fused: no fused AdamW on {device.type}; use null or false")
         fused = device.type in FUSED_DEVICES if opt.fused is None else opt.fused
         wide = state[f"exp_avg.{keys[0]}"].dtype
-        leaves = [params[k] for k in keys]
+        leaves = [local(params[k]) for k in keys]
         # bf16 masters are updated through a float32 copy: their moments are float32.
         work = [p.to(wide) for p in leaves]
         compat.adamw_(
             work,
-            [grads[k].to(wide) for k in keys],
-            [state[f"exp_avg.{k}"] for k in keys],
-            [state[f"exp_avg_sq.{k}"] for k in keys],
+            [local(grads[k]).to(wide) for k in keys],
+            [local(state[f"exp_avg.{k}"]) for k in keys],
+            [local(state[f"exp_avg_sq.{k}"]) for k in keys],
             state["step"],
             fused=fused,
             lr=lr,
@@ -86,27 +94,11 @@ def adamw_update(opt: AdamW, grads: Mapping[str, Tensor], state: OptState, param
 
 
 @torch.no_grad()
-def clip_(grads: Mapping[str, Tensor], max_norm: float) -> Tensor:
-    """Scales gradients in place so that their global 2-norm is at most `max_norm`; 0 or less scales nothing.
-
-    Returns:
-        The norm before clipping, a 0-d tensor that stays on the device: reading it is the caller's choice,
-        after the step.
-    """
-    norm = torch.nn.utils.get_total_norm(list(grads.values()))
-    if max_norm <= 0:
-        return norm
-    factor = (max_norm / (norm + 1e-6)).clamp(max=1.0)
-    for keys in groups_of(grads):
-        compat.foreach_mul_([grads[k] for k in keys], factor.to(grads[keys[0]].dtype))
-    return norm
-
-
-@torch.no_grad()
 def ema_update(ema: Params, params: Mapping[str, Tensor], decay: float) -> None:
     """`ema = decay * ema + (1 - decay) * params`, in place, in the EMA's dtype."""
     for keys in groups_of(ema):
-        compat.foreach_lerp_([ema[k] for k in keys], [params[k].to(ema[k].dtype) for k in keys], 1.0 - decay)
+        towards = [local(params[k]).to(ema[k].dtype) for k in keys]
+        compat.foreach_lerp_([local(ema[k]) for k in keys], towards, 1.0 - decay)
 
 
 @contextlib.contextmanager
@@ -120,6 +112,27 @@ def swapped(params: Params, other: Params | None) -> Iterator[None]:
         yield
     finally:
         exchange(params, other)
+
+
+@contextlib.contextmanager
+def holding(params: Params, other: Mapping[str, Tensor]) -> Iterator[None]:
+    """Inside the block `params` hold what `other` does, and afterwards, on any exit, what they held.
+
+    For sharded leaves: FSDP keeps views of their storage, which `swapped` would exchange. It takes a copy of the
+    shards meanwhile.
+    """
+    held = {k: local(p).clone() for k, p in params.items()}
+    _copy(params, other)
+    try:
+        yield
+    finally:
+        _copy(params, held)
+
+
+@torch.no_grad()
+def _copy(params: Params, other: Mapping[str, Tensor]) -> None:
+    for k, p in params.items():
+        local(p).copy_(local(other[k]))
 
 
 def exchange(a: Params, b: Params) -> None:

@@ -1,6 +1,7 @@
 """The data set that a recipe names: opened, checked against the model, and identified."""
 
 import hashlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +13,10 @@ from nn import wan
 from nn.wan_inputs import check_latent_shape
 from train.components import Components, data_roots, strides
 from train.config import Data, Recipe
-from train.data import Dataset, check_latents, check_streaming, check_tensors, check_text, open_dataset, where
+from train.data import Dataset, check_latents, check_tensors, check_text, open_dataset, where
 from train.online import open_online
 from train.preprocess import record
+from train.preprocess.metadata import PARSERS
 from train.rows import row_type
 from train.streaming import Streaming
 
@@ -38,11 +40,21 @@ def expected_latents(data: Data, channels: int, strides_: tuple[int, int]) -> tu
     return (channels, frames, *(None if n is None else n // spatial for n in sizes.values()))
 
 
+def check_preprocessed(paths: Iterable[Path]) -> None:
+    """Refuses metadata files of clips where preprocessed data are expected."""
+    how = "run `python -m train.preprocess --data {} --output DIR` and name DIR, or set training.data.encode"
+    raise_faults(
+        "clips instead of preprocessed data",
+        [f"{f}: lists clips: {how.format(f)}" for f in paths if f.suffix.lower() in PARSERS and f.is_file()],
+    )
+
+
 def open_recipe_data(data: Data, device: torch.device) -> Dataset:
     """The data set of a recipe, as a map or a stream, or encoded on the fly on `device`."""
     path, kind = _plain(data.data_path), row_type(data.preprocessed_data_type)
     if data.encode is not None:
         return open_online(path, kind, data.encode, device)
+    check_preprocessed(data_roots(data.data_path))
     if data.dataloader_type == "map":
         return open_dataset(path, kind)
     manifest = None if data.streaming_manifest_path is None else Path(data.streaming_manifest_path)
@@ -63,8 +75,6 @@ def check_data(recipe: Recipe, cfg: wan.WanConfig, dataset: Dataset, components:
         if cfg.image_dim is not None:
             expected["clip_feature"] = (None, cfg.image_dim)
         check_tensors(dataset, expected, "image conditions that do not fit the model or the latents")
-    if dataset.streaming is not None:
-        check_streaming(dataset, recipe.training.data.train_batch_size)
 
 
 def check_models(recipe: Recipe, components: Components) -> None:

@@ -8,22 +8,26 @@ import torch
 from torch import Tensor
 
 from core import devices, keys, specs
+from core.checkpoint import LazyLeaf, LazyTree
 from core.errors import UserError, named, nearest_names, raise_faults
 from core.files import check_target
 from core.rules import cast
-from core.scan import compiled, recompute, scan
 from core.transforms import apply
 from core.trees import Params
 from infer.folder import Defaults
-from kernels import Attention, explain_attention
+from kernels import explain_attention
 from nn import wan
 from nn.config_files import parse_config
 from nn.run import Run
 from nn.wan_formats import open_transformer, to_json
+from parallel.launch import World, agreed
+from parallel.mesh import Mesh
+from parallel.units import Sharded, fill
 from train import state as states
 from train.components import VAE_STRIDES, Components, empty_caption, find_components, strides
 from train.config import Recipe, Wan
 from train.data import Dataset, common_shape, first_fps
+from train.layout import check_layout, layers_run, mesh_of, microbatch_size, sharded_model, stored_specs
 from train.optim import FUSED_DEVICES, adamw_init
 from train.precision import FLOATS
 from train.recipe_data import check_data, check_models, fingerprint, open_recipe_data
@@ -40,6 +44,7 @@ class Setup:
     """What a run is made of. `empty` `[L, D]` is the caption that dropout puts in; text is padded to L."""
 
     recipe: Recipe
+    mesh: Mesh
     device: torch.device
     compute: torch.dtype
     cfg: wan.WanConfig
@@ -56,6 +61,11 @@ class Setup:
         """Tokens to which prompt embeddings are padded."""
         return self.empty.shape[0]
 
+    @property
+    def microbatch(self) -> int:
+        """Samples of a microbatch over all processes."""
+        return microbatch_size(self.recipe, self.mesh)
+
     def record(self) -> dict[str, Any]:
         """What a checkpoint notes beside the tensors: for the export, and for a resuming run to compare."""
         folder = lambda p: None if p is None else str(p.resolve())  # noqa: E731
@@ -68,7 +78,6 @@ class Setup:
             "expand_timesteps": self.components.expand_timesteps,
             "data": {
                 "samples": len(self.dataset),
-                "train_batch_size": self.recipe.training.data.train_batch_size,
                 "fingerprint": self.fingerprint,
                 "streaming": order_of(self.dataset),
             },
@@ -79,7 +88,7 @@ class Setup:
 def order_of(dataset: Dataset) -> dict[str, Any] | None:
     """What the order of a stream depends on beside the data; None for a map (as in records before streams)."""
     how = dataset.streaming
-    return None if how is None else {"shuffle_row_groups": how.shuffle_row_groups, "world": how.world}
+    return None if how is None else {"shuffle_row_groups": how.shuffle_row_groups}
 
 
 # --- the model ------------------------------------------------------------------------------------------------
@@ -140,13 +149,23 @@ def model_config(role: Wan, where: str) -> wan.WanConfig:
 
 def starting_params(role: Wan, cfg: wan.WanConfig, seed: int, dtype: torch.dtype, device) -> Params:
     """Weights of `init_from`, or fresh ones from the seed, in the stored dtype (float32 tables stay float32)."""
+    tree = starting_tree(role, cfg, seed, dtype)
+    return tree.read(device=device) if isinstance(tree, LazyTree) else {k: v.read().to(device) for k, v in tree.items()}
+
+
+def starting_tree(role: Wan, cfg: wan.WanConfig, seed: int, dtype: torch.dtype) -> LazyTree | dict[str, LazyLeaf]:
+    """The weights that training starts from, not read or drawn yet; each leaf depends on the seed and its key alone."""
     model_specs = wan.param_specs(cfg)
-    keep = lambda k: model_specs[k].keep_fp32  # noqa: E731
-    if role.init_from is None:
-        tree = specs.init(model_specs, keys.fold_in(keys.key(seed), "init"))
-        return {k: v.to(device) for k, v in apply(tree, cast(dtype, keep_fp32=keep)(specs.specs_of(tree))).items()}
-    tree, _ = open_transformer(Path(role.init_from) / "transformer")
-    return apply(tree, cast(dtype, keep_fp32=keep)(tree.specs)).read(device=device)
+    if role.init_from is not None:
+        tree, _ = open_transformer(Path(role.init_from) / "transformer")
+        return apply(tree, cast(dtype, keep_fp32=lambda k: model_specs[k].keep_fp32)(tree.specs))
+    root = keys.fold_in(keys.key(seed), "init")
+
+    def leaf(k: str, spec: specs.ParamSpec) -> LazyLeaf:
+        stored = dataclasses.replace(spec, dtype=torch.float32 if spec.keep_fp32 else dtype)
+        return LazyLeaf(spec.shape, stored.dtype, lambda memo: specs.draw(stored, keys.fold_in(root, k)))
+
+    return {k: leaf(k, s) for k, s in model_specs.items()}
 
 
 def check_kernels(recipe: Recipe, cfg: wan.WanConfig, device: torch.device, compute: torch.dtype) -> None:
@@ -159,18 +178,6 @@ def check_kernels(recipe: Recipe, cfg: wan.WanConfig, device: torch.device, comp
     if recipe.training.optimizer.fused and device.type not in FUSED_DEVICES:
         faults.append(f"training.optimizer.fused: there is no fused AdamW on {device.type}; use null or false")
     raise_faults("kernels that cannot be used", faults)
-
-
-def layers_run(recipe: Recipe) -> Run:
-    """How the layers of training run: attention backend, compile, recomputation."""
-    model = recipe.training.model
-    how = scan
-    if model.enable_torch_compile:
-        budget = model.activation_memory_budget
-        how = compiled(how, memory_budget=None if budget == 1.0 else budget)
-    if model.enable_gradient_checkpointing_type == "full":
-        how = recompute(how, every=model.gradient_checkpointing_every)
-    return Run(attention=Attention(recipe.models.student.attention_backend), scan=how)
 
 
 # --- the data -------------------------------------------------------------------------------------------------
@@ -231,18 +238,24 @@ def check_output_dir(recipe: Recipe) -> None:
         )
 
 
-def prepare(recipe: Recipe) -> Setup:
-    """Checks the whole recipe against its files and the machine; no weights are read or made yet."""
-    check_output_dir(recipe)
+def prepare(recipe: Recipe, world: World | None = None) -> Setup:
+    """Checks the whole recipe against its files and the machine; no weights are read or made yet.
+
+    Collective over the processes of `world`; None: a process alone.
+    """
     student, training = recipe.models.student, recipe.training
+    if world is None:
+        with named("training.device"):
+            world = World(0, 1, 0, devices.resolve(training.device))
+    mesh = mesh_of(recipe, world)
+    agreed(lambda: check_output_dir(recipe), mesh)
     if not student.trainable:
         raise UserError("models.student.trainable: false leaves nothing to train with method sft")
-    with named("training.device"):
-        device = devices.resolve(training.device)
+    device = mesh.device
     cfg = model_config(student, "models.student")
     check_capability(recipe, cfg)
-    with named("training.data.data_path"):
-        dataset = open_recipe_data(training.data, device)
+    check_layout(recipe, cfg, mesh)
+    dataset = open_data(recipe, mesh)
     asked = training.compute_dtype
     compute = devices.default_compute_dtype(device) if asked is None else FLOATS[asked]
     components = find_components(recipe, cfg, device, compute)
@@ -252,17 +265,27 @@ def prepare(recipe: Recipe) -> Setup:
     empty = empty_caption(recipe, cfg, components.text)
     return Setup(
         recipe=recipe,
+        mesh=mesh,
         device=device,
         compute=compute,
         cfg=cfg,
         dataset=dataset,
         components=components,
         objective=objective_of(recipe),
-        run=layers_run(recipe),
+        run=layers_run(recipe, mesh),
         empty=empty,
         defaults=sampling_defaults(recipe, dataset, components, empty.shape[0]),
         fingerprint=fingerprint(dataset),
     )
+
+
+def open_data(recipe: Recipe, mesh: Mesh) -> Dataset:
+    """The data set of a recipe. The first process makes an index that is missing, before the others look for it."""
+    data = recipe.training.data
+    with named("training.data.data_path"):
+        if mesh.world > 1 and data.streaming_manifest_path is not None:
+            agreed(lambda: len(open_recipe_data(data, mesh.device)), mesh)
+        return open_recipe_data(data, mesh.device)
 
 
 def objective_of(recipe: Recipe) -> Objective:
@@ -279,28 +302,37 @@ def objective_of(recipe: Recipe) -> Objective:
     )
 
 
+# --- the state ------------------------------------------------------------------------------------------------
+
+
 def initial_state(setup: Setup) -> TrainState:
-    """A fresh state on the run's device: weights, zero moments, and the EMA as a copy where one is kept."""
+    """A fresh state on the run's device: weights, zero moments, and the EMA as a copy where one is kept.
+
+    On a mesh of several processes each makes or reads its own shards, one leaf at a time.
+    """
     training = setup.recipe.training
-    return _state(
-        setup,
-        starting_params(
-            setup.recipe.models.student, setup.cfg, training.data.seed, FLOATS[training.dit_precision], setup.device
-        ),
-    )
+    start = (setup.recipe.models.student, setup.cfg, training.data.seed, FLOATS[training.dit_precision])
+    if setup.mesh.world == 1:
+        return _state(setup, starting_params(*start, setup.device))
+    sharded = sharded_model(setup.recipe, setup.cfg, setup.mesh, setup.compute)
+    fill(sharded.params, starting_tree(*start))
+    return _state(setup, sharded.params, sharded)
 
 
 def blank_state(setup: Setup, device: torch.device | str) -> TrainState:
-    """A state with weights that are not set, for a checkpoint to fill; on `meta` it takes no memory."""
-    stored = FLOATS[setup.recipe.training.dit_precision]
-    leaf = lambda s: torch.empty(s.shape, dtype=torch.float32 if s.keep_fp32 else stored, device=device)  # noqa: E731
-    return _state(setup, {k: leaf(s) for k, s in wan.param_specs(setup.cfg).items()})
+    """A state with weights that are not set, for a checkpoint to fill; on `meta` it takes no memory, and is whole."""
+    if setup.mesh.world > 1 and torch.device(device).type != "meta":
+        sharded = sharded_model(setup.recipe, setup.cfg, setup.mesh, setup.compute)
+        return _state(setup, sharded.params, sharded)
+    leaf = lambda s: torch.empty(s.shape, dtype=s.dtype, device=device)  # noqa: E731
+    return _state(setup, {k: leaf(s) for k, s in stored_specs(setup.recipe, setup.cfg).items()})
 
 
-def _state(setup: Setup, params: Params) -> TrainState:
-    training = setup.recipe.training
-    params = {k: p.requires_grad_() for k, p in params.items()}
+def _state(setup: Setup, params: Params, sharded: Sharded | None = None) -> TrainState:
+    if sharded is None:
+        params = {k: p.requires_grad_() for k, p in params.items()}
     ema = None
     if setup.recipe.callbacks.ema is not None:
         ema = {k: p.detach().float().clone() for k, p in params.items()}
-    return TrainState(params, adamw_init(params), ema, step=0, position=0, key=keys.key(training.data.seed))
+    key = keys.key(setup.recipe.training.data.seed)
+    return TrainState(params, adamw_init(params), ema, step=0, position=0, key=key, sharded=sharded)

@@ -1,15 +1,16 @@
-"""The train state: one tree of tensors, saved as safetensors folders and read back bit for bit.
+"""The train state: one tree of tensors, saved as safetensors folders and read back bit for bit on any mesh.
 
     checkpoints/step-000100/
-        params/ optimizer/ ema/     diffusion_pytorch_model*.safetensors
+        params/ optimizer/ ema/     diffusion_pytorch_model*.safetensors of one process, part-*.safetensors of several
         scalars.safetensors         step, key, data position
         checkpoint.json             schema version, model config, sampling defaults, what the latents were made with
+
+Keys and shapes are those of the whole model, whatever it was sharded over.
 """
 
 import dataclasses
 import re
-import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -19,11 +20,17 @@ from torch import Tensor
 from core import keys
 from core.checkpoint import LazyTree, open_checkpoint
 from core.errors import UserError, raise_faults
-from core.files import atomic_folder, read_json, write_json
-from core.save import SCHEMA_VERSION, check_metadata, describe, save_checkpoint, save_file
+from core.files import clean_up, read_json, remove_folder, write_json
+from core.save import check_metadata, describe, save_file
 from core.specs import check, specs_of
 from core.trees import Params
+from parallel import checkpoint, units
+from parallel.collectives import all_sum, as_group
+from parallel.mesh import AXES, Mesh, single
+from parallel.norms import local
+from train.migrations import SCHEMA_VERSION, migrated
 from train.optim import OptState
+from train.packing import repacked
 
 NAME = re.compile(r"step-(\d{6,})")
 RECORD = "checkpoint.json"
@@ -36,7 +43,8 @@ MODEL_TYPE = "WanTransformer3DModel"
 class TrainState:
     """Everything that decides the rest of a run. Trees are updated in place; the scalars are replaced.
 
-    `step` counts optimiser steps done, `position` microbatches drawn, `key` is the root of all draws.
+    `step` counts optimiser steps done, `position` samples drawn by all processes, `key` is the root of all draws.
+    `sharded` gathers `params` where they are sharded; None: they are whole.
     """
 
     params: Params
@@ -45,6 +53,11 @@ class TrainState:
     step: int
     position: int
     key: keys.Key
+    sharded: units.Sharded | None = None
+
+    def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        """`fn(params, *args, **kwargs)`, inside the FSDP root where the params are sharded."""
+        return fn(self.params, *args, **kwargs) if self.sharded is None else self.sharded(fn, *args, **kwargs)
 
 
 def folder_of(output_dir: str | Path, step: int) -> Path:
@@ -67,29 +80,47 @@ def checkpoints(output_dir: str | Path) -> list[Path]:
     return sorted(found, key=step_of)
 
 
-def save(output_dir: str | Path, state: TrainState, record: Mapping[str, Any], *, keep: int) -> Path:
+def save(
+    output_dir: str | Path,
+    state: TrainState,
+    record: Mapping[str, Any],
+    *,
+    keep: int,
+    writer: checkpoint.Writer | None = None,
+) -> Path:
     """Writes a checkpoint that appears whole, then removes all but the newest `keep` (0 keeps all).
 
+    Args:
+        writer: of the mesh that the state lies on; collective over it. One in the background may return before the
+            checkpoint is there: `writer.wait()` waits for it. None: a process alone.
+
     Raises:
-        UserError: a full disk; the older checkpoints are untouched.
+        UserError: a full disk, also of the save before where that went on in the background; the older checkpoints are
+            untouched.
     """
     folder = folder_of(output_dir, state.step)
+    header = {**describe(MODEL_TYPE, record["config"]), "step": str(state.step)}
     scalars = {
         "step": torch.tensor(state.step, dtype=torch.int64),
         "position": torch.tensor(state.position, dtype=torch.int64),
         "key": keys.to_tensor(state.key),
     }
-    metadata = describe(MODEL_TYPE, record["config"])
-    try:
-        with atomic_folder(folder) as part:
-            for name, tree in groups(state).items():
-                save_checkpoint(part / name, tree, metadata=metadata)
-            save_file(part / SCALARS, scalars, metadata)
-            write_json(part / RECORD, {"schema_version": SCHEMA_VERSION, "step": state.step, **record})
-    except OSError as error:
-        raise UserError(f"{folder}: the checkpoint could not be written ({error}); older ones are untouched") from None
-    for old in checkpoints(output_dir)[:-keep] if keep > 0 else []:
-        shutil.rmtree(old)
+    notes = {"schema_version": SCHEMA_VERSION, "step": state.step, **record}
+
+    def complete(part: Path) -> None:
+        save_file(part / SCALARS, scalars, header)
+        write_json(part / RECORD, notes)
+
+    def remove_old() -> None:
+        for old in checkpoints(output_dir)[:-keep] if keep > 0 else []:
+            try:
+                remove_folder(old)
+            except OSError as error:
+                raise UserError(f"{folder} is there, but {old} could not be removed: {error}") from None
+
+    duties = checkpoint.Duties(lambda: clean_up(folder.parent, NAME), complete, remove_old)
+    writer = checkpoint.Writer(single()) if writer is None else writer
+    writer.write(folder, groups(state), metadata=header, duties=duties)
     return folder
 
 
@@ -114,13 +145,16 @@ def find(output_dir: str | Path, which: str) -> Path:
 
 
 def read_record(folder: Path) -> dict[str, Any]:
-    """`checkpoint.json`. Raises UserError for another schema, and for entries that are missing."""
-    record = read_json(folder / RECORD)
-    version = record.get("schema_version") if isinstance(record, dict) else None
-    if version != SCHEMA_VERSION:
-        raise UserError(f"{folder / RECORD}: schema_version {version!r}, this version reads {SCHEMA_VERSION}")
+    """`checkpoint.json` in today's schema. Raises UserError for an unknown one, and for entries that are missing."""
+    record, _ = migrated(read_json(folder / RECORD), None, str(folder / RECORD))
     raise_faults(f"{folder / RECORD}: damaged", [f"missing {k}" for k in ENTRIES if k not in record])
     return record
+
+
+def read_scalars(folder: Path) -> Params:
+    """Step, data position and key in today's schema. Raises UserError."""
+    scalars = open_checkpoint(folder / SCALARS).read(["step", "position", "key"])
+    return migrated(read_json(folder / RECORD), scalars, str(folder / RECORD))[1]
 
 
 def differences(saved: Mapping[str, Any], ours: Mapping[str, Any], section: str) -> list[str]:
@@ -146,6 +180,8 @@ class Opened:
 def open_for(state: TrainState, folder: Path, record: Mapping[str, Any], *, weights_only: bool) -> Opened:
     """Opens a checkpoint and compares it with a state (meta tensors will do); no tensor of a tree is read.
 
+    The state may lie on any mesh, and have its projections joined where the checkpoint's are separate, or the reverse.
+
     Args:
         record: of the run that resumes; its `config` must be the checkpoint's, and its `data` too, since the
             data position belongs to them.
@@ -166,14 +202,16 @@ def open_for(state: TrainState, folder: Path, record: Mapping[str, Any], *, weig
     trees, scalars = {}, None
     for name, tree in wanted.items():
         try:
-            trees[name] = open_checkpoint(folder / name)
-            check_metadata(trees[name], MODEL_TYPE)
-            check(trees[name], specs_of(tree), what=f"{folder / name}", dtypes=True)
+            found, wanted_specs = open_checkpoint(folder / name), specs_of(tree)
+            check_metadata(found, MODEL_TYPE)
+            faults += _other_step(found, saved["step"], folder / name)
+            trees[name] = repacked(found, wanted_specs)
+            check(trees[name], wanted_specs, what=f"{folder / name}", dtypes=True)
         except UserError as error:
             faults.append(str(error))
     if not weights_only:
         try:
-            scalars = open_checkpoint(folder / SCALARS).read(["step", "position", "key"])
+            scalars = read_scalars(folder)
             if keys.from_tensor(scalars["key"]) != state.key:
                 faults.append("training.data.seed: the checkpoint was made with another seed")
         except UserError as error:
@@ -182,35 +220,50 @@ def open_for(state: TrainState, folder: Path, record: Mapping[str, Any], *, weig
     return Opened(folder, saved, trees, scalars)
 
 
+def _other_step(tree: LazyTree, step: int, where: Path) -> list[str]:
+    """A fault where a folder was put in from another checkpoint. Older files do not note their step."""
+    found = tree.metadata.get("step", str(step))
+    return [] if found == str(step) else [f"{where} is of step {found}, {RECORD} of step {step}"]
+
+
 @torch.no_grad()
 def fill(state: TrainState, opened: Opened) -> None:
-    """Fills a state in place, leaf by leaf. Without an EMA in the checkpoint it starts anew from the params."""
+    """Fills a state in place, leaf by leaf, each process its own shards. Nothing is communicated.
+
+    Without an EMA in the checkpoint it starts anew from the params. The optimiser's step stays on its device.
+    """
     wanted = groups(state)
     for name, tree in opened.trees.items():
-        for k, leaf in wanted[name].items():
-            leaf.copy_(tree[k].read())
+        units.fill(wanted[name], tree)
     if state.ema is not None and "ema" not in opened.trees:
         for k, leaf in state.ema.items():
-            leaf.copy_(state.params[k])
+            local(leaf).copy_(local(state.params[k]))
     if opened.scalars is not None:
         state.step, state.position = int(opened.scalars["step"]), int(opened.scalars["position"])
 
 
-def check_weights(state: TrainState, last: Path | None) -> None:
+def check_weights(state: TrainState, last: Path | None, mesh: Mesh | None = None) -> None:
     """Refuses to save weights that are not finite: a step with a finite loss can still leave such.
 
+    Args:
+        last: the last good checkpoint, to be named.
+        mesh: that the state is sharded over; collective over it. None: a process alone.
+
     Raises:
-        UserError: names the step and the first keys, and the last good checkpoint.
+        UserError: names the step and the first keys, on all processes.
     """
     trees = {"params": state.params, **({} if state.ema is None else {"ema": state.ema})}
-    bad = [f"{name}/{k}" for name, tree in trees.items() for k in not_finite(tree)]
+    bad = not_finite(checkpoint.flat(trees), mesh)
     if bad:
         kept = "no checkpoint was saved yet" if last is None else f"the last good checkpoint is {last}"
         raise UserError(f"step {state.step}: {len(bad)} leaves are not finite ({', '.join(bad[:3])}, ...); {kept}")
 
 
-def not_finite(tree: Params) -> list[str]:
-    """Keys of leaves with a NaN or an infinity. One copy to the host when all are finite."""
-    largest = torch.stack([leaf.detach().abs().max().float() for leaf in tree.values()])
-    finite = largest.isfinite()
-    return [] if finite.all() else [k for k, ok in zip(tree, finite.tolist(), strict=True) if not ok]
+def not_finite(tree: Params, mesh: Mesh | None = None) -> list[str]:
+    """Keys of leaves with a NaN or an infinity on any process of the mesh. One copy to the host when all are finite."""
+    shards = [local(leaf).detach() for leaf in tree.values()]
+    worst = [x.abs().max() if x.numel() else x.new_zeros(()) for x in shards]
+    bad = torch.stack([x.isfinite().logical_not() for x in worst]).int()
+    if mesh is not None:
+        bad = all_sum(bad, as_group(mesh.group(*AXES)))
+    return [k for k, wrong in zip(tree, bad.tolist(), strict=True) if wrong] if bad.any() else []

@@ -1,9 +1,9 @@
-"""Sequential reading of large Parquet sets: the order of an epoch, a rank's part of it, and the index of a set.
+"""Sequential reading of large Parquet sets: the order of an epoch, and the index of a set.
 
-An epoch is all row groups in one order, shuffled by the key or as they stand. In that order, the rows of each
-signature are cut into batches, each complete at its last row, and each rank gets an equal run of them. So a batch
-depends on the index of the set, the key, the batch size, the rank and the number of ranks alone, and a reader that
-starts at any position reads the row groups that are needed from there on, once and in order.
+An epoch is all row groups in one order, shuffled by the key or as they stand. `train.order` cuts the endless row of
+epochs into batches, each complete at its last row. A reader that starts at any batch reads the row groups that its
+samples need from there on, in order, each once in an epoch (rows that were left for an epoch's first batches are read
+from the epoch before).
 """
 
 import dataclasses
@@ -20,6 +20,7 @@ import pyarrow.parquet as pq
 from core import keys
 from core.errors import UserError, raise_faults
 from core.files import atomic_file, check_target, read_json
+from train.order import Entries
 from train.rows import Signature
 
 VERSION = 1
@@ -28,20 +29,14 @@ BUFFER = 1 << 20  # bytes per read of a column when a row group is read page by 
 
 @dataclasses.dataclass(frozen=True)
 class Streaming:
-    """How a set is streamed: rows per read, whether row groups are shuffled, and which part this rank reads."""
+    """How a set is streamed: rows per read, and whether row groups are shuffled."""
 
     read_batch_size: int = 8
     shuffle_row_groups: bool = True
-    rank: int = 0
-    world: int = 1
 
     def __post_init__(self):
-        least = {"read_batch_size": 1, "world": 1, "rank": 0}
-        values = {k: getattr(self, k) for k in least}
-        faults = [f"{k} is {v!r}, expected an integer >= {least[k]}" for k, v in values.items() if v < least[k]]
-        if self.rank >= self.world:
-            faults.append(f"rank is {self.rank}, expected one below world, {self.world}")
-        raise_faults("streaming", faults)
+        if self.read_batch_size < 1:
+            raise UserError(f"streaming: read_batch_size is {self.read_batch_size!r}, expected an integer >= 1")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,56 +50,43 @@ class Group:
 
 
 @dataclasses.dataclass(frozen=True)
-class Plan:
-    """One rank's epoch. A place counts rows through `groups`; group g begins at `starts[g]`.
+class Order:
+    """The rows of one epoch as they are read. A place counts rows through `groups`; group g begins at `starts[g]`.
 
-    `batches` `[n, B]`, int64, are the places of each batch's samples, ascending.
+    `samples` `[n]` are the samples at the places.
     """
 
     groups: tuple[Group, ...]
     starts: np.ndarray
-    batches: np.ndarray
+    samples: np.ndarray
 
 
 # --- order ----------------------------------------------------------------------------------------------------
 
 
-def batches_per_rank(buckets: np.ndarray, batch_size: int, world: int) -> int:
-    """Batches of every rank in each epoch: full ones of each signature, split evenly.
-
-    Args:
-        buckets: the number of each sample's signature, int `[n]`.
-    """
-    return int((np.bincount(buckets) // batch_size).sum()) // world
-
-
-def epoch_plan(
-    groups: Sequence[Group], buckets: np.ndarray, key: keys.Key, batch_size: int, epoch: int, how: Streaming
-) -> Plan:
-    """What a rank reads in an epoch; depends on nothing but the arguments (and not on `how.read_batch_size`).
-
-    Over all ranks every sample comes once, but for the last of each signature that fill no batch and the last
-    batches that do not divide by the ranks.
-    """
-    if how.shuffle_row_groups:
+def epoch_order(groups: Sequence[Group], key: keys.Key, epoch: int, shuffle: bool) -> Order:
+    """The order of an epoch; depends on nothing but the arguments."""
+    if shuffle:
         own = keys.fold_in(keys.fold_in(keys.fold_in(key, "epoch"), epoch), "row groups")
         groups = [groups[i] for i in keys.permutation(own, len(groups))]
     samples = np.concatenate([np.arange(g.first, g.first + g.rows) for g in groups])
-    bucket_at, cut = buckets[samples], []
-    for bucket in np.unique(bucket_at):
-        places = np.flatnonzero(bucket_at == bucket)
-        cut.append(places[: len(places) // batch_size * batch_size].reshape(-1, batch_size))
-    batches = np.concatenate(cut)
-    batches = batches[np.argsort(batches[:, -1])]
-    count = len(batches) // how.world
     starts = np.cumsum([0, *(g.rows for g in groups)])[:-1]
-    return Plan(tuple(groups), starts, batches[how.rank * count : (how.rank + 1) * count])
+    return Order(tuple(groups), starts, samples)
 
 
-def locate(plan: Plan, place: int) -> tuple[Group, int]:
-    """The row group of a place, and the row in it."""
-    number = int(np.searchsorted(plan.starts, place, side="right")) - 1
-    return plan.groups[number], int(place - plan.starts[number])
+def stream_entries(order_of: Callable[[int], Order], buckets: np.ndarray) -> Entries:
+    """Entries of `train.order` for a stream: *ticks*, which count places through all epochs.
+
+    Args:
+        order_of: the order of an epoch.
+        buckets: the number of each sample's signature, int `[n]`.
+    """
+
+    def entries(epoch: int, bucket: int) -> tuple[np.ndarray, np.ndarray]:
+        places = np.flatnonzero(buckets[order_of(epoch).samples] == bucket)
+        return epoch * len(buckets) + places, places
+
+    return entries
 
 
 # --- reading --------------------------------------------------------------------------------------------------
@@ -143,32 +125,38 @@ def read_group(
 
 
 def read_batches(
-    plan: Plan, start: int, read: Callable[[Group, Sequence[int]], Iterable[Any]]
+    batches: np.ndarray,
+    order_of: Callable[[int], Order],
+    size: int,
+    read: Callable[[Group, Sequence[int]], Iterable[Any]],
 ) -> Iterator[list[tuple[int, Any]]]:
-    """Batches `start`, `start` + 1, ... of a plan as pairs of sample number and what was read for it.
+    """Batches `[n, B]` of ticks as lists of pairs: the number of a sample, and what was read for it.
 
-    Row groups come in the plan's order; those without a sample of these batches are not read.
+    Row groups come in the epochs' order; those without a sample of these batches are not read.
 
     Args:
+        batches: each ascending, in the order in which they are complete.
+        size: samples of an epoch.
         read: gives the samples of some rows (ascending) of a group.
     """
-    batches = plan.batches[start:]
-    found = _in_order(plan, np.sort(batches, axis=None), read)
+    found = _in_order(np.sort(batches, axis=None), order_of, size, read)
     waiting: dict[int, tuple[int, Any]] = {}
     for batch in batches.tolist():
         while batch[-1] not in waiting:
-            place, pair = next(found)
-            waiting[place] = pair
-        yield [waiting.pop(place) for place in batch]
+            tick, pair = next(found)
+            waiting[tick] = pair
+        yield [waiting.pop(tick) for tick in batch]
 
 
-def _in_order(plan: Plan, places: np.ndarray, read) -> Iterator[tuple[int, tuple[int, Any]]]:
-    numbers = np.searchsorted(plan.starts, places, side="right") - 1
-    changes = np.flatnonzero(np.diff(numbers, prepend=-1))
-    for number, mine in zip(numbers[changes], np.split(places, changes)[1:], strict=True):
-        group, rows = plan.groups[number], mine - plan.starts[number]
-        for place, row, value in zip(mine.tolist(), rows.tolist(), read(group, rows), strict=True):
-            yield place, (group.first + row, value)
+def _in_order(ticks: np.ndarray, order_of, size: int, read) -> Iterator[tuple[int, tuple[int, Any]]]:
+    for epoch in np.unique(ticks // size).tolist():
+        order, places = order_of(epoch), ticks[ticks // size == epoch] - epoch * size
+        numbers = np.searchsorted(order.starts, places, side="right") - 1
+        changes = np.flatnonzero(np.diff(numbers, prepend=-1))
+        for number, mine in zip(numbers[changes], np.split(places, changes)[1:], strict=True):
+            group, rows = order.groups[number], mine - order.starts[number]
+            for place, row, value in zip(mine.tolist(), rows.tolist(), read(group, rows), strict=True):
+                yield epoch * size + place, (group.first + row, value)
 
 
 # --- the index of a set ---------------------------------------------------------------------------------------

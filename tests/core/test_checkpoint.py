@@ -11,10 +11,12 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from core.checkpoint import DTYPES, LazyLeaf, LazyTree, open_checkpoint
+from core import save
+from core.checkpoint import LazyLeaf, LazyTree, open_checkpoint
 from core.errors import UserError
 from core.rules import cast, pack
 from core.save import SCHEMA_VERSION, check_metadata, describe, plan_shards, save_checkpoint, save_file
+from core.stored import DTYPES
 from core.transforms import apply, history
 
 META = describe("toy", {"dim": 4, "flags": [True, None]}, ["cast bfloat16"])
@@ -338,17 +340,36 @@ def test_a_checkpoint_can_be_rewritten_in_place_through_a_lazy_transform(tmp_pat
         same(open_checkpoint(tmp_path).read(), {k: t.bfloat16() for k, t in toy(3).items()})
 
 
-def test_lazy_leaves_are_read_one_shard_at_a_time(tmp_path, monkeypatch):
-    events = []
+def test_lazy_leaves_are_written_before_the_next_is_read(tmp_path, monkeypatch):
+    events, append = [], save._append
 
     def leaf(key, tensor):
-        return LazyLeaf(tuple(tensor.shape), tensor.dtype, lambda memo: events.append(key) or tensor)
+        return LazyLeaf(tuple(tensor.shape), tensor.dtype, lambda memo: events.append(f"read {key}") or tensor)
 
-    write = safetensors.torch.save_file
-    monkeypatch.setattr("safetensors.torch.save_file", lambda *a, **k: events.append("write") or write(*a, **k))
-    tree = {k: leaf(k, t) for k, t in toy(4).items()}
+    monkeypatch.setattr(save, "_append", lambda file, key, *a: events.append(f"write {key}") or append(file, key, *a))
+    tree = {k: leaf(k, t) for k, t in toy(3).items()}
     save_checkpoint(tmp_path, tree, metadata=META, max_shard_bytes=200)
-    assert events == ["blocks.0.w", "blocks.1.w", "write", "blocks.2.w", "blocks.3.w", "write"]
+    assert events == [f"{what} blocks.{i}.w" for i in range(3) for what in ("read", "write")]
+    same(open_checkpoint(tmp_path).read(), toy(3))
+
+
+def test_leaves_of_any_dtypes_are_aligned_for_other_readers(tmp_path):
+    tree = {f"{i}": of_dtype(d, 3) for i, d in enumerate([torch.bool, torch.float64, torch.bfloat16, torch.float32])}
+    save_file(tmp_path / "a.safetensors", tree, {"note": "ü"})
+    theirs = safetensors.torch.load_file(tmp_path / "a.safetensors")
+    assert all(torch.equal(raw(theirs[k]), raw(t)) and theirs[k].dtype == t.dtype for k, t in tree.items())
+    blob = (tmp_path / "a.safetensors").read_bytes()
+    length = struct.unpack("<Q", blob[:8])[0]
+    header = json.loads(blob[8 : 8 + length])
+    assert length % 8 == 0 and header.pop("__metadata__") == {"format": "pt", "note": "ü"}
+    assert all((8 + length + v["data_offsets"][0]) % tree[k].dtype.itemsize == 0 for k, v in header.items())
+
+
+def test_a_leaf_that_is_not_what_it_said_is_never_published(tmp_path):
+    tree = {"a": LazyLeaf((3,), torch.float32, lambda memo: torch.ones(2))}
+    with pytest.raises(RuntimeError, match="a: read 8 bytes, its shape and dtype said 12"):
+        save_file(tmp_path / "a.safetensors", tree, {})
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_files_are_as_readable_as_the_umask_says(tmp_path):
@@ -357,29 +378,21 @@ def test_files_are_as_readable_as_the_umask_says(tmp_path):
     assert (tmp_path / "a.safetensors").stat().st_mode == (tmp_path / "plain").stat().st_mode
 
 
-def full_after(count, error):
-    """A writer that leaves half a file and fails after `count` whole ones."""
-    write, done = safetensors.torch.save_file, []
+def full_after(count):
+    """A disk that is full after `count` leaves, in the middle of the next."""
+    append, done = save._append, []
 
-    def writer(tensors, path, metadata=None):
+    def writer(file, key, *rest):
         if len(done) == count:
-            path.write_bytes(b"half a file")
-            raise error
-        done.append(path)
-        write(tensors, path, metadata)
+            file.write(b"half")
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        done.append(key)
+        append(file, key, *rest)
 
     return writer
 
 
-@pytest.mark.parametrize(
-    "error",
-    [
-        OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)),
-        safetensors.SafetensorError("Error while serializing: I/O error: No space left on device (os error 28)"),
-    ],
-    ids=["os", "safetensors"],
-)
-def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, error):
+def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch):
     folder, single = tmp_path / "model", tmp_path / "one.safetensors"
     save_checkpoint(folder, toy(3), metadata=META, max_shard_bytes=96)
     save_file(single, toy(1), META)
@@ -387,10 +400,10 @@ def test_a_full_disk_leaves_the_old_checkpoint(tmp_path, monkeypatch, error):
     before = {p: p.read_bytes() for p in [single, *folder.iterdir()]}
     new = {k: t + 1 for k, t in toy(6).items()}
     with monkeypatch.context() as patch:
-        patch.setattr("safetensors.torch.save_file", full_after(3, error))
+        patch.setattr(save, "_append", full_after(3))
         with pytest.raises(UserError, match="No space left on device") as caught:
             save_checkpoint(folder, new, metadata=META, max_shard_bytes=96)
-        patch.setattr("safetensors.torch.save_file", full_after(0, error))
+        patch.setattr(save, "_append", full_after(0))
         with pytest.raises(UserError, match="one.safetensors: not saved"):
             save_file(single, new, META)
     assert str(folder) in str(caught.value) and f"{6 * 96} bytes are needed" in str(caught.value)
@@ -417,7 +430,7 @@ def test_a_diffusers_folder_opens_and_ours_loads_in_diffusers(tmp_path):
 
 def test_large_leaves_are_read_in_slices(tmp_path, monkeypatch):
     """Slices that do not divide the leaf; a file cut in the middle of one is still named."""
-    monkeypatch.setattr("core.checkpoint.SLICE", 1000)
+    monkeypatch.setattr("core.stored.SLICE", 1000)
     leaf = torch.randn(41, 53)
     save_file(tmp_path / "a.safetensors", {"big": leaf, "small": leaf[0]}, {})
     tree = open_checkpoint(tmp_path / "a.safetensors")

@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -11,7 +12,7 @@ import pytest
 
 from core import files
 from core.errors import UserError
-from core.files import atomic_file, atomic_folder, check_target, read_json, write_json
+from core.files import atomic_file, atomic_folder, check_target, clean_up, read_json, remove_folder, write_json
 
 ROOT = Path(__file__).parents[2]
 
@@ -171,6 +172,29 @@ def test_a_killed_process_leaves_the_old_content_and_the_next_write_cleans_up(tm
     assert content(tmp_path / "run") == "old" and len(names(tmp_path)) == 2
     write_folder(tmp_path / "run", "new")
     assert content(tmp_path / "run") == "new" and names(tmp_path) == ["run"]
+
+
+def test_what_killed_processes_left_of_any_of_the_names_goes(tmp_path, dead_pid):
+    live = os.getppid()
+    (tmp_path / f".step-2.{dead_pid}.part").mkdir()
+    (tmp_path / f".step-2.{live}.part").mkdir()
+    (tmp_path / f".notes.{dead_pid}.part").mkdir()
+    (tmp_path / f".step-3.{dead_pid}.old").mkdir()
+    (tmp_path / "step-1").mkdir()
+    clean_up(tmp_path, re.compile(r"step-\d+"))
+    assert names(tmp_path) == [f".notes.{dead_pid}.part", f".step-2.{live}.part", "step-1", "step-3"]
+    clean_up(tmp_path / "none", re.compile("a"))
+
+
+def test_a_folder_is_never_half_there_while_it_is_removed(tmp_path, monkeypatch):
+    write_folder(tmp_path / "run", "old")
+    seen = []
+    monkeypatch.setattr(files.shutil, "rmtree", lambda path, **_: seen.append(Path(path).name))
+    remove_folder(tmp_path / "run")
+    assert names(tmp_path) == seen == [f".run.{os.getpid()}.part"]
+    monkeypatch.undo()
+    clean_up(tmp_path, re.compile("run"))
+    assert names(tmp_path) == []
 
 
 def test_a_link_to_a_folder_stays_a_link(tmp_path):

@@ -9,6 +9,8 @@ import torch._dynamo
 from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy
 
+import core.scan as scan_module
+from core.offload import Host
 from core.scan import compiled, recompute, scan, wrappers
 from core.trees import Layered, layered, stack
 
@@ -67,6 +69,8 @@ LEGAL = {
     "recompute every 2": recompute(scan, every=2),
     "recompute every 9": recompute(scan, every=9),
     "recompute with policy": recompute(scan, policy=lambda ctx, op, *a, **k: CheckpointPolicy.PREFER_RECOMPUTE),
+    "recompute every third": recompute(scan, nth=3),
+    "recompute offloaded": recompute(scan, every=2, nth=2, offload=True),
     "compiled": compiled(scan, backend="aot_eager"),
     "recompute compiled": recompute(compiled(scan, backend="aot_eager"), every=2),
 }
@@ -121,6 +125,64 @@ def test_recompute_really_recomputes_and_only_once_per_group():
     assert len(calls) == 3 * LAYERS
 
 
+@pytest.mark.parametrize("every, nth, again", [(1, 2, 3), (2, 2, 3), (2, 3, 2), (1, 9, 1)])
+def test_only_every_nth_group_is_recomputed(every, nth, again):
+    calls = []
+    run = recompute(scan, every=every, nth=nth)
+    leaves = {k: v.requires_grad_() for k, v in params().items()}
+    counting = lambda p, c, _: (calls.append(1) or c + (c @ p["a"]).tanh(), None)  # noqa: E731
+    y, _ = run(counting, inputs()[0][0], stack(leaves, "blocks"))
+    y.sum().backward()
+    assert len(calls) == LAYERS + again
+
+
+def test_carries_and_nothing_else_go_to_the_host(monkeypatch):
+    """What a recomputed group starts from, also in tuples; not its weights, nor what other groups keep."""
+    saved = []
+
+    class Recorded(Host):
+        def saving(self):
+            keep = lambda t: saved.append(t.clone()) or t * 1.0  # noqa: E731
+            return torch.autograd.graph.saved_tensors_hooks(keep, lambda t: t)
+
+    monkeypatch.setattr(scan_module, "Host", Recorded)
+    expected = gradients(unrolled)
+    got = gradients(recompute(scan, every=2, nth=2, offload=True))
+    assert all(torch.equal(expected[k], got[k]) for k in expected)
+    carry, xs = inputs()
+    carries = [carry, unrolled(block, carry, stack(params(), "blocks")[:4], xs[:4])[0]]
+    assert len(saved) == 4 and all(torch.equal(s, c) for s, c in zip(saved, sum(carries, ()), strict=True))
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_gpu_gets_its_carries_back():
+    """Bit-equal gradients through several rounds, with less memory between forward and backward."""
+    rows, width, layers = 4096, 1024, 8
+    leaves = {k: v.repeat(171, 171)[:width, :width].float().cuda().mul_(0.1).requires_grad_() for k, v in
+              params(layers=layers).items()}  # fmt: skip
+    x, held, found = torch.randn(rows, width, device="cuda"), {}, {}
+    for name, how in (("kept", recompute(scan)), ("offloaded", recompute(scan, offload=True))):
+        for _ in range(3):
+            torch.cuda.synchronize()
+            before = torch.cuda.memory_allocated()
+            y, _ = how(lambda p, c, _: (c + (c @ p["a"]).tanh() @ p["b"], None), x, stack(leaves, "blocks"))
+            torch.cuda.synchronize()
+            held[name] = torch.cuda.memory_allocated() - before
+            found[name] = torch.autograd.grad(y.square().mean(), list(leaves.values()))
+            del y
+    assert all(torch.equal(a, b) for a, b in zip(found["kept"], found["offloaded"], strict=True))
+    assert held["offloaded"] < held["kept"] - (layers - 3) * x.nbytes
+
+
+def test_what_is_on_the_cpu_stays():
+    x = torch.randn(4, 4, requires_grad=True)
+    with Host().saving():
+        y = (x * x).sum()
+    assert y.grad_fn.next_functions[0][0]._saved_self is not None
+    y.backward()
+    assert torch.equal(x.grad, 2 * x)
+
+
 def test_recompute_fetches_each_layer_again():
     """A layer that fetches its weights is called again in the backward pass, not read from a stale slot."""
     source = stack(params(), "blocks")
@@ -152,10 +214,11 @@ def test_xs_of_another_length(run):
         run(block, carry, stack(params(), "blocks"), xs[:-1])
 
 
-@pytest.mark.parametrize("every", [0, -1])
-def test_every_must_be_positive(every):
-    with pytest.raises(ValueError, match="at least 1"):
-        recompute(scan, every=every)
+@pytest.mark.parametrize("number", [0, -1])
+@pytest.mark.parametrize("name", ["every", "nth"])
+def test_every_and_nth_must_be_positive(name, number):
+    with pytest.raises(ValueError, match=f"{name} must be at least 1"):
+        recompute(scan, **{name: number})
 
 
 @pytest.mark.parametrize("budget", [0.0, -0.5, 1.5])

@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 
+from tests.parallel.launched import Launched
 from tests.parallel.pool import Pool
 
 HERE = Path(__file__).parent
@@ -20,3 +21,17 @@ def pool():
     pool = Pool()
     yield pool
     pool.stop()
+
+
+@pytest.fixture
+def launched(tmp_path):
+    """`launched(fn, *args, size=2)` starts processes, see `Launched`, which end with the test at the latest."""
+    started = []
+
+    def launch(fn, *args, size=2):
+        started.append(Launched(tmp_path / f"processes-{len(started)}", fn, *args, size=size))
+        return started[-1]
+
+    yield launch
+    for processes in started:
+        processes.kill()

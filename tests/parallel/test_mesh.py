@@ -119,3 +119,54 @@ def test_collectives_and_their_gradients(pool):
         assert torch.equal(y, x[rank]) and torch.equal(grad, torch.full((4,), 10.0))
     for rank, (y, grad) in enumerate(pool.run(_gradients, "all_sum")):
         assert torch.equal(y, x.sum(0)) and torch.equal(grad, torch.full((4,), rank + 1.0))
+
+
+def _second(name):
+    """d/dx of <d/dx sum over ranks of (w . op(x))^2 / 2, v> on each rank, where every rank holds the same sum."""
+    mesh = mesh_of(sp=4)
+    group = collectives.as_group(mesh.group("sp"))
+    op = lambda x: getattr(collectives, name)(x, group)  # noqa: E731
+    x = (torch.arange(4.0, dtype=torch.float64) + 10 * mesh.rank).requires_grad_()
+    total = lambda t: collectives.all_sum(t, group)  # noqa: E731
+    loss = total((op(x) ** 3 * (mesh.rank + 1)).sum())
+    (first,) = torch.autograd.grad(loss, x, create_graph=True)
+    (second,) = torch.autograd.grad(total((first * torch.cos(x)).sum()), x)
+    return first.detach(), second
+
+
+def _whole(name, xs):
+    return list(torch.stack(xs).T) if name == "exchange" else [torch.cat(xs)] * 4
+
+
+@pytest.mark.parametrize("name", ["exchange", "gather"])
+def test_second_derivatives_of_collectives(pool, name):
+    """Against autograd over all ranks' x at once, in one process."""
+    xs = [(torch.arange(4.0, dtype=torch.float64) + 10 * r).requires_grad_() for r in range(4)]
+    loss = sum(((r + 1) * y**3).sum() for r, y in enumerate(_whole(name, xs)))
+    first = torch.autograd.grad(loss, xs, create_graph=True)
+    second = torch.autograd.grad(sum((f * torch.cos(x)).sum() for f, x in zip(first, xs, strict=True)), xs)
+    for rank, (f, s) in enumerate(pool.run(_second, name)):
+        torch.testing.assert_close(f, first[rank].detach())
+        torch.testing.assert_close(s, second[rank])
+
+
+def _region(x, weights, group):
+    """A tensor-parallel region: every rank has its own weights."""
+    return collectives.all_sum(torch.tanh(collectives.copy(x, group) * weights) * weights, group)
+
+
+def _hessian_product():
+    mesh = mesh_of(tp=4)
+    group = collectives.as_group(mesh.group("tp"))
+    x = torch.linspace(-1, 1, 3, dtype=torch.float64, requires_grad=True)
+    (first,) = torch.autograd.grad(_region(x, float(mesh.rank + 1), group).pow(2).sum(), x, create_graph=True)
+    return torch.autograd.grad((first * torch.cos(x)).sum(), x)[0]
+
+
+def test_second_derivatives_of_a_tensor_parallel_region(pool):
+    x = torch.linspace(-1, 1, 3, dtype=torch.float64, requires_grad=True)
+    y = sum(torch.tanh(x * w) * w for w in range(1, 5))
+    (first,) = torch.autograd.grad(y.pow(2).sum(), x, create_graph=True)
+    (second,) = torch.autograd.grad((first * torch.cos(x)).sum(), x)
+    for got in pool.run(_hessian_product):
+        torch.testing.assert_close(got, second)

@@ -4,6 +4,7 @@ import itertools
 import re
 from collections import Counter
 
+import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -17,12 +18,12 @@ from train.data import (
     Reader,
     batch_indices,
     batches,
-    batches_per_epoch,
     check_latents,
     check_text,
-    epoch_plan,
+    map_entries,
     open_dataset,
 )
+from train.order import Share, batches_before, epoch_batches, find_batch
 from train.rows import ROW_TYPES, T2V, decode_row, encode_row, row_type
 
 KEY = keys.key(7)
@@ -269,22 +270,53 @@ def test_a_batch_holds_what_the_rows_hold(tmp_path):
             assert not batch.text[i, batch.text_lens[i] :].any()
 
 
-@given(st.integers(1, 20), st.integers(0, 5), st.integers(0, 40))
-def test_plan_laws(dataset_once, batch_size, epoch, start):
-    """Once per sample and epoch, one shape per batch, nothing lost but what fills no batch, exact resume."""
+@given(st.integers(1, 20), st.integers(0, 40))
+def test_plan_laws(dataset_once, batch_size, start):
+    """One shape per batch, every sample once per epoch of its shape and nothing lost, exact resume."""
     dataset = dataset_once
-    plan = epoch_plan(dataset, KEY, batch_size, epoch)
-    assert len(plan) == batches_per_epoch(dataset, batch_size)
+    plan = list(itertools.islice(batch_indices(dataset, KEY, batch_size), 60))
     assert all(len(b) == batch_size and len({dataset.buckets[i] for i in b}) == 1 for b in plan)
-    counts = Counter(i for b in plan for i in b)
     for bucket, size in ((0, 11), (1, 6)):
-        mine = [counts[i] for i in range(17) if dataset.buckets[i] == bucket]
-        if size >= batch_size:
-            assert sum(mine) == size // batch_size * batch_size and max(mine) == 1
-        else:  # wrapped: every sample, as evenly as possible
-            assert sum(mine) == batch_size and max(mine) - min(mine) <= 1
-    whole = list(itertools.islice(batch_indices(dataset, KEY, batch_size), start + 5))
-    assert list(itertools.islice(batch_indices(dataset, KEY, batch_size, start), 5)) == whole[start:]
+        row = [i for b in plan for i in b if dataset.buckets[i] == bucket]
+        for first in range(0, len(row) - size + 1, size):
+            assert sorted(row[first : first + size]) == np.flatnonzero(dataset.buckets == bucket).tolist()
+    # Shapes come as often as their samples: neither is more than an epoch and a batch ahead.
+    seen = np.bincount([dataset.buckets[i] for b in plan for i in b], minlength=2)
+    assert abs(seen[0] / 11 - seen[1] / 6) <= 1 + batch_size / 6
+    assert list(itertools.islice(batch_indices(dataset, KEY, batch_size, start), 5)) == plan[start : start + 5]
+
+
+@given(st.integers(1, 4), st.integers(1, 4), st.integers(0, 30))
+def test_any_shares_of_any_batches_are_the_same_samples_of_a_step(one_shape, count, cut, start):
+    """A step of 12 samples of one shape: over `count` processes, in `cut` microbatches, in equal order."""
+    whole = list(itertools.islice(batch_indices(one_shape, KEY, 12), start + 2))[start:]
+    if 12 % (count * cut):
+        return
+    shares = [
+        batches(one_shape, key=KEY, batch_size=12 // cut, start=start * cut, share=Share(i, count))
+        for i in range(count)
+    ]
+    for step in whole:
+        assert [i for _ in range(cut) for share in shares for i in next(share).indices] == step
+
+
+@given(st.lists(st.integers(0, 9), min_size=1, max_size=4), st.integers(1, 7), st.integers(0, 60))
+def test_the_epoch_of_a_batch_is_found_without_counting(counts, batch_size, number):
+    if not sum(counts):
+        return
+    epoch, inside = find_batch(counts, batch_size, number)
+    assert batches_before(counts, batch_size, epoch) + inside == number < batches_before(counts, batch_size, epoch + 1)
+
+
+def test_shares_are_equal_parts(dataset_once):
+    with pytest.raises(UserError, match="batch_size is 5, expected a multiple of the 2 that share it"):
+        batches(dataset_once, key=KEY, batch_size=5, share=Share(0, 2))
+
+
+@pytest.fixture(scope="module")
+def one_shape(tmp_path_factory):
+    path = write(tmp_path_factory.mktemp("one") / "x.parquet", [sample(i) for i in range(7)])
+    return open_dataset(path, T2V)
 
 
 @pytest.fixture(scope="module")
@@ -293,10 +325,10 @@ def dataset_once(tmp_path_factory):
 
 
 def test_order_depends_on_key_and_epoch(dataset_once):
-    plan = epoch_plan(dataset_once, KEY, 2, 0)
-    assert plan == epoch_plan(dataset_once, keys.key(7), 2, 0)
-    assert plan != epoch_plan(dataset_once, KEY, 2, 1) and plan != epoch_plan(dataset_once, keys.key(8), 2, 0)
-    assert {i for epoch in range(6) for b in epoch_plan(dataset_once, KEY, 4, epoch) for i in b} == set(range(17))
+    plan = lambda key, epoch: epoch_batches(map_entries(dataset_once, key), [11, 6], 1, epoch).tolist()  # noqa: E731
+    assert plan(KEY, 0) == plan(keys.key(7), 0)
+    assert plan(KEY, 0) != plan(KEY, 1) and plan(KEY, 0) != plan(keys.key(8), 0)
+    assert sorted(plan(KEY, 0)) == sorted(plan(KEY, 1)) == [[i] for i in range(17)]
 
 
 @pytest.mark.parametrize("num_workers", [1, 2])

@@ -2,6 +2,9 @@
 
 import json
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +12,10 @@ import torch
 from core import keys
 from core.checkpoint import open_checkpoint
 from core.errors import UserError
+from core.files import write_json
+from core.parts import Place
+from core.save import describe, save_part
+from core.trees import num_bytes
 from infer.folder import Defaults, load_pipeline
 from infer.media import read_video
 from nn import wan
@@ -16,6 +23,8 @@ from nn.wan_formats import open_transformer, to_json
 from train import state as states
 from train.export import export, main
 from train.setup import initial_state, prepare
+
+ROOT = Path(__file__).parents[2]
 
 
 def stored(out, step, group="params"):
@@ -191,3 +200,45 @@ def test_a_run_without_models_around_it_exports_the_transformer_alone(recipe, wr
     pipe = load_pipeline(tmp_path / "out", device=torch.device("cpu"), dtype=torch.float32)
     assert pipe.vae is None and pipe.text is None and pipe.defaults.text_length == 512
     assert equal(pipe.params, stored(tmp_path / "run", 1))
+
+
+PEAK = """
+import re, sys
+from pathlib import Path
+from train.export import export
+value = lambda name: int(re.search(name + r":\\s+(\\d+) kB", Path("/proc/self/status").read_text())[1]) * 1024
+Path("/proc/self/clear_refs").write_text("5")  # the peak counts from here
+before = value("VmRSS")
+export(sys.argv[1], sys.argv[2], dtype="bf16")
+print(value("VmHWM") - before)
+"""
+
+
+def test_a_sharded_checkpoint_is_exported_in_the_memory_of_its_largest_leaf(finished, tmp_path):
+    """200 MiB in leaves of at most 8: one in float32, its bfloat16, and the slices that it is read in."""
+    cfg = wan.WanConfig(num_attention_heads=1, attention_head_dim=128, ffn_dim=16384, num_layers=12, in_channels=4,
+                        out_channels=4, text_dim=8, freq_dim=16)  # fmt: skip
+    folder, specs_, count = tmp_path / "run" / "checkpoints" / "step-000001", wan.param_specs(cfg), 4
+    record = states.read_record(states.folder_of(finished, 8)) | {"config": to_json(cfg)}
+    base = torch.randn(max(s.shape[0] for s in specs_.values()), 128)
+    leaf_of = lambda s: base.flatten()[: torch.Size(s.shape).numel()].reshape(s.shape)  # noqa: E731
+    for number in range(count):
+        leaves, places = {}, {}
+        for k, s in specs_.items():
+            step = -(-s.shape[0] // count)
+            first = number * step
+            if first < s.shape[0]:
+                leaves[k] = leaf_of(s)[first : first + step]
+                places[k] = Place((first, *(0 for _ in s.shape[1:])), s.shape)
+        metadata = describe("WanTransformer3DModel", to_json(cfg))
+        save_part(folder / "params", leaves, places, number + 1, count, metadata=metadata)
+    write_json(folder / states.RECORD, record)
+    argv = [sys.executable, "-c", PEAK, str(folder), str(tmp_path / "out")]
+    done = subprocess.run(argv, cwd=ROOT, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    largest = max(num_bytes({k: s}) for k, s in specs_.items())
+    peak, total = int(done.stdout.splitlines()[-1]), num_bytes(specs_)
+    assert largest == 8 * 2**20 and total > 24 * largest
+    assert peak < 5 * largest, f"{peak / 2**20:.0f} MiB"
+    out, _ = open_transformer(tmp_path / "out" / "transformer")
+    assert all(torch.equal(leaf.read().float(), leaf_of(specs_[k]).to(leaf.dtype).float()) for k, leaf in out.items())

@@ -218,7 +218,7 @@ def test_a_step_counts_and_leaves_no_gradients(setup_of):
     state = fresh(setup)
     before = {k: p.detach().clone() for k, p in state.params.items()}
     step = step_module.train_step(setup, state, [batch("a", 2), batch("b", 1)])
-    assert (state.step, state.position) == (1, 2) and float(state.optimizer["step"]) == 1
+    assert (state.step, state.position) == (1, 3) and float(state.optimizer["step"]) == 1
     assert all(p.grad is None and not torch.equal(p, before[k]) for k, p in state.params.items())
     assert isinstance(step.grad_norm, torch.Tensor) and step.grad_norm.shape == ()
     assert step.tokens == 3 * 2 * 2 * 2

@@ -3,6 +3,8 @@
 import errno
 import json
 import shutil
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -99,7 +101,7 @@ DAMAGE = {
     ),
     "no record": (lambda f: (f / RECORD).unlink(), "checkpoint.json: no such file"),
     "record of a newer schema": (
-        lambda f: write_json(f / RECORD, {"schema_version": 99}), "schema_version 99, this version reads 1",
+        lambda f: write_json(f / RECORD, {"schema_version": 99}), "schema_version 99, this version reads 1, 2",
     ),
     "record of another kind": (lambda f: write_json(f / RECORD, [1]), "schema_version None"),
 }  # fmt: skip
@@ -156,6 +158,25 @@ def test_every_difference_of_the_trees_is_in_one_message(tmp_path):
         "training.data.seed: the checkpoint was made with another seed",
     ):
         assert words in said, words
+
+
+def test_a_folder_of_another_checkpoint_is_told(tmp_path):
+    for step in (4, 6):
+        states.save(tmp_path, make(0, step), RECORD_OF_RUN, keep=0)
+    shutil.rmtree(states.folder_of(tmp_path, 6) / "optimizer")
+    shutil.copytree(states.folder_of(tmp_path, 4) / "optimizer", states.folder_of(tmp_path, 6) / "optimizer")
+    said = message_of(make(1, 0), states.folder_of(tmp_path, 6), RECORD_OF_RUN)
+    assert "step-000006/optimizer is of step 4, checkpoint.json of step 6" in said and said.count("\n") == 1
+
+
+def test_the_next_save_removes_what_a_killed_one_left(tmp_path):
+    dead = subprocess.Popen([sys.executable, "-c", ""])
+    dead.wait()
+    left = tmp_path / "checkpoints" / f".step-000002.{dead.pid}.part"
+    left.mkdir(parents=True)
+    assert states.checkpoints(tmp_path) == []
+    states.save(tmp_path, make(0, 4), RECORD_OF_RUN, keep=0)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-000004"]
 
 
 def test_a_record_without_an_entry_is_damaged(tmp_path):

@@ -1,4 +1,4 @@
-"""Streams: an epoch over all ranks, positions that are pure functions, what is read, the index, and resuming runs."""
+"""Streams: epochs without a remainder, pure positions, what is read, the index, and resuming runs."""
 
 import dataclasses
 import itertools
@@ -20,11 +20,12 @@ from test_run import assert_same_end, course
 from core import keys
 from core.errors import UserError
 from train import streaming
-from train.data import batches, check_streaming, open_dataset, row_groups
+from train.data import batches, open_dataset, row_groups
 from train.export import export
+from train.order import Share, epoch_batches
 from train.rows import I2V, T2V, encode_row
 from train.run import train
-from train.streaming import Group, Streaming, batches_per_rank, epoch_plan, locate, read_batches
+from train.streaming import Group, Streaming, epoch_order, read_batches, stream_entries
 
 KEY = keys.key(7)
 GRIDS = [(2, 2, 3), (1, 2, 2), (3, 2, 2)]
@@ -40,54 +41,63 @@ def sets(draw):
     return groups, np.array(sorted(buckets) if draw(st.booleans()) else buckets)
 
 
-def samples_of(plan) -> list[list[int]]:
-    return [[g.first + row for g, row in (locate(plan, place) for place in batch)] for batch in plan.batches]
+def group_at(order, place) -> Group:
+    return order.groups[int(np.searchsorted(order.starts, place, side="right")) - 1]
 
 
-@given(sets(), st.integers(1, 4), st.integers(1, 4), st.integers(0, 3), st.booleans())
-def test_over_all_ranks_every_sample_comes_once_but_for_the_remainder(a_set, world, batch_size, epoch, shuffle):
+def stream_of(groups, buckets, batch_size, shuffle=True, key=KEY):
+    """`orders(epoch)`, and `plan(epoch)`: the batches that are complete in it, as lists of (epoch, sample)."""
+    orders = lambda epoch: epoch_order(groups, key, epoch, shuffle)  # noqa: E731
+    entries, size = stream_entries(orders, buckets), len(buckets)
+
+    def plan(epoch):
+        ticks = epoch_batches(entries, np.bincount(buckets), batch_size, epoch)
+        named = lambda tick: (tick // size, int(orders(tick // size).samples[tick % size]))  # noqa: E731
+        return ticks, [[named(tick) for tick in batch] for batch in ticks.tolist()]
+
+    return orders, plan
+
+
+@given(sets(), st.integers(1, 7), st.booleans())
+def test_every_sample_comes_once_in_each_epoch(a_set, batch_size, shuffle):
     groups, buckets = a_set
-    hows = [Streaming(shuffle_row_groups=shuffle, rank=rank, world=world) for rank in range(world)]
-    if not (np.bincount(buckets) // batch_size).any():
-        return
-    plans = [epoch_plan(groups, buckets, KEY, batch_size, epoch, how) for how in hows]
-    per_rank = batches_per_rank(buckets, batch_size, world)
-    assert [len(p.batches) for p in plans] == [per_rank] * world
-    seen = [samples_of(p) for p in plans]
-    assert all(len(b) == batch_size and len({buckets[i] for i in b}) == 1 for rank in seen for b in rank)
-    counts = Counter(i for rank in seen for b in rank for i in b)
+    _, plan = stream_of(groups, buckets, batch_size, shuffle)
+    batches = [batch for epoch in range(5) for batch in plan(epoch)[1]]
+    assert all(len({buckets[i] for _, i in batch}) == 1 for batch in batches)
+    counts = Counter(pair for batch in batches for pair in batch)
     assert not counts or max(counts.values()) == 1
-    # What is left: less than a batch of each shape, and fewer batches than ranks.
-    left = sum(int(n) % batch_size for n in np.bincount(buckets))
-    assert len(buckets) - sum(counts.values()) - left in {k * batch_size for k in range(world)}
+    for bucket in np.unique(buckets):
+        row = [pair for batch in batches for pair in batch if buckets[pair[1]] == bucket]
+        assert [e for e, _ in row] == sorted(e for e, _ in row)
+        # What is left fills no batch.
+        assert 0 <= 5 * int((buckets == bucket).sum()) - len(row) < batch_size
 
 
 @given(sets(), st.integers(1, 3), st.integers(1, 3), st.booleans())
-def test_batches_are_read_in_order_and_every_row_group_at_most_once(a_set, world, batch_size, shuffle):
+def test_batches_are_read_in_order_and_every_row_group_once_an_epoch(a_set, world, share, shuffle):
+    """By each of `world` processes, which read the row groups of their own samples only."""
     groups, buckets = a_set
-    how = Streaming(shuffle_row_groups=shuffle, rank=world - 1, world=world)
-    if not (np.bincount(buckets) // batch_size).any():
-        return
-    plan = epoch_plan(groups, buckets, KEY, batch_size, 1, how)
-    whole = samples_of(plan)
-    for start in range(len(whole) + 1):
-        asked = []
+    orders, plan = stream_of(groups, buckets, share * world, shuffle)
+    ticks, whole = plan(1)
+    for rank, start in itertools.product(range(world), range(len(whole) + 1)):
+        part, asked = Share(rank, world).part(share * world), []
         read = lambda group, rows: asked.append(group) or [group.first + int(r) for r in rows]  # noqa: B023, E731
-        got = list(read_batches(plan, start, read))
-        assert [[index for index, _ in b] for b in got] == whole[start:]
+        got = list(read_batches(ticks[start:, part], orders, len(buckets), read))
+        assert [[index for index, _ in b] for b in got] == [[i for _, i in b[part]] for b in whole[start:]]
         assert all(index == value for b in got for index, value in b)
-        places = [plan.groups.index(g) for g in asked]
-        assert places == sorted(set(places)), "one pass, in the plan's order"
-        needed = {locate(plan, place)[0] for b in plan.batches[start:] for place in b}
-        assert set(asked) == needed
+        needed = {(t // len(buckets), group_at(orders(t // len(buckets)), t % len(buckets)))
+                  for t in ticks[start:, part].flatten().tolist()}  # fmt: skip
+        wanted = [(e, g) for e in sorted({e for e, _ in needed}) for g in orders(e).groups if (e, g) in needed]
+        assert asked == [g for _, g in wanted], "one pass, in the epochs' order, and nothing else"
 
 
 def test_the_order_of_row_groups_depends_on_key_and_epoch_and_rows_stay_together():
     groups = [Group(0, g, 4 * g, 4) for g in range(12)]
     buckets = np.zeros(48, dtype=int)
-    order = lambda key, epoch, shuffle=True: samples_of(  # noqa: E731
-        epoch_plan(groups, buckets, key, 4, epoch, Streaming(shuffle_row_groups=shuffle))
-    )
+
+    def order(key, epoch, shuffle=True):
+        return [[i for _, i in batch] for batch in stream_of(groups, buckets, 4, shuffle, key)[1](epoch)[1]]
+
     assert order(KEY, 0) == order(keys.key(7), 0)
     assert order(KEY, 0) != order(KEY, 1) and order(KEY, 0) != order(keys.key(8), 0)
     assert sorted(order(KEY, 0)) == order(KEY, 3, False) == [list(range(4 * g, 4 * g + 4)) for g in range(12)]
@@ -130,22 +140,23 @@ def test_a_stream_gives_what_the_rows_hold_from_any_position(tmp_path, kind, rea
     for start in (1, 7, 8, 15):
         for ours, theirs in zip(take(dataset, 3, batch_size=2, start=start), whole[start : start + 3], strict=True):
             assert_same(ours, theirs)
-    per_epoch = batches_per_rank(dataset.buckets, 2, 1)
-    assert per_epoch == 8 and max(Counter(i for b in whole[:8] for i in b.indices).values()) == 1
+    # 12 and 5 samples: 16 in the 8 batches of the first epoch, the odd one in the second.
+    assert max(Counter(i for b in whole[:8] for i in b.indices).values()) == 1
+    assert Counter(i for b in whole[:17] for i in b.indices) == dict.fromkeys(range(17), 2)
     assert [b.indices for b in whole[:8]] != [b.indices for b in whole[8:16]]
 
 
-def test_ranks_share_an_epoch_of_files_and_a_worker_changes_nothing(tmp_path):
+def test_processes_share_batches_of_files_and_a_worker_changes_nothing(tmp_path):
     two_files(tmp_path)
-    how = [Streaming(read_batch_size=2, rank=rank, world=3) for rank in range(3)]
-    seen = Counter()
-    for one in how:
-        dataset = open_dataset(tmp_path, T2V, one)
-        inline = take(dataset, 5, batch_size=2, start=1)
-        for ours, theirs in zip(take(dataset, 5, batch_size=2, start=1, num_workers=1), inline, strict=True):
+    dataset = open_dataset(tmp_path, T2V, Streaming(read_batch_size=2))
+    whole = take(dataset, 9, batch_size=6, start=1)
+    for rank in range(3):
+        share = Share(rank, 3)
+        inline = take(dataset, 9, batch_size=6, start=1, share=share)
+        assert [b.indices for b in inline] == [b.indices[2 * rank : 2 * rank + 2] for b in whole]
+        apart = take(dataset, 9, batch_size=6, start=1, share=share, num_workers=1)
+        for ours, theirs in zip(apart, inline, strict=True):
             assert_same(ours, theirs)
-        seen.update(i for b in take(dataset, batches_per_rank(dataset.buckets, 2, 3), batch_size=2) for i in b.indices)
-    assert len(seen) == 12 and set(seen.values()) == {1}
     with pytest.raises(UserError, match="num_workers is 2, a stream is read by one process"):
         batches(dataset, key=KEY, batch_size=2, num_workers=2)
 
@@ -192,17 +203,16 @@ def test_memory_is_that_of_a_read_not_of_the_row_group(tmp_path):
     assert 0 < peak < 6 * 2**20
 
 
-def test_what_would_never_be_seen_is_refused(tmp_path):
+def test_a_rare_shape_comes_when_its_epochs_fill_a_batch(tmp_path):
     rows = [sample(T2V, i, GRIDS[i == 4]) for i in range(6)]
     write(tmp_path / "x.parquet", T2V, rows)
     dataset = open_dataset(tmp_path, T2V, Streaming())
-    check_streaming(dataset, 1)
-    with pytest.raises(UserError, match=r"(?s)train_batch_size 2 .a map repeats them.*x.parquet, row 4: 1 sample"):
-        batches(dataset, key=KEY, batch_size=2)
-    with pytest.raises(UserError, match="6 samples fill fewer batches of 1 than there are ranks"):
-        check_streaming(dataclasses.replace(dataset, streaming=Streaming(world=7)), 1)
-    with pytest.raises(UserError, match="(?s)read_batch_size is 0.*rank is 2, expected one below world, 2"):
-        Streaming(read_batch_size=0, rank=2, world=2)
+    seen = [b.indices for b in take(dataset, 12, batch_size=3)]
+    rare = [number for number, indices in enumerate(seen) if 4 in indices]
+    # Two epochs of six are 10 samples of one shape and 2 of the other: it fills every sixth batch.
+    assert [seen[number] for number in rare] == [[4, 4, 4]] * 2 and rare[1] - rare[0] == 6
+    with pytest.raises(UserError, match="streaming: read_batch_size is 0"):
+        Streaming(read_batch_size=0)
 
 
 def test_a_damaged_file_met_while_streaming_is_named(tmp_path):
@@ -342,7 +352,6 @@ def test_keys_that_do_not_go_together_are_refused(recipe, tmp_path, changes, mes
 
 def test_the_door_checks_streamed_data_too(recipe, streamed, tmp_path):
     for changes, message in (
-        ({"training.data.train_batch_size": 5}, r"too few samples for training.data.train_batch_size 5"),
         ({"models.student.config.text_dim": 9}, r"text_embedding \[L, 8\] .* expected \[L, 9\]"),
         ({"training.data.streaming_manifest_path": str(tmp_path)}, "a folder stands where the file should be"),
     ):

@@ -161,6 +161,17 @@ def test_every_prompt_that_cannot_be_sampled_is_listed_before_any_encoder_is_rea
     assert "data[0]" not in message
 
 
+def test_a_size_that_every_prompt_has_itself_is_refused_in_the_recipe(setup_of, tmp_path):
+    rows = [{"caption": "a", "height": 16, "num_frames": 5}, {"caption": "b", "height": 32}]
+    (tmp_path / "p.json").write_text(json.dumps({"data": rows}))
+    with pytest.raises(UserError) as error:
+        check_prompts(setup_of(dataset_file=str(tmp_path / "p.json"), num_frames=9, height=48, width=16))
+    (line,) = str(error.value).splitlines()[1:]
+    why = f"would do nothing: every prompt of {tmp_path / 'p.json'} has its own height"
+    assert line == f"  - callbacks.validation.height {why}"
+    assert len(check_prompts(setup_of(dataset_file=str(tmp_path / "p.json"), num_frames=9, width=16))) == 2
+
+
 def test_the_models_around_run_on_the_device_of_the_run(recipe, validation, tmp_path, monkeypatch):
     """Not on the CPU, where a real VAE takes minutes for a video; and they are not held beside the training state."""
     seen = {}

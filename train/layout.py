@@ -1,0 +1,165 @@
+"""From `training.distributed` of a recipe to the mesh of its processes, and how they hold and run the model."""
+
+import dataclasses
+import datetime
+import os
+from pathlib import Path
+
+import torch
+
+from core.errors import UserError, named, raise_faults
+from core.scan import compiled, recompute, scan
+from core.specs import Specs
+from kernels import Attention
+from nn import wan
+from nn.run import Run
+from parallel import rules
+from parallel.launch import Place, World, check_policy, device_of, start
+from parallel.mesh import Mesh, Sizes, build_mesh, single
+from parallel.sequence import heads_fault
+from parallel.tensor import check_heads, tensor_parallel
+from parallel.units import Sharded, ShardOptions, shard
+from train.config import Distributed, Recipe
+from train.order import Share
+from train.precision import FLOATS, classes, policy
+from train.recompute import policy_of
+
+DATA = ("dp_replicate", "dp_shard")  # processes along these read different samples
+KEY = "training.distributed"
+
+
+def start_world(recipe: Recipe, place: Place) -> World:
+    """The group and the device of a process among those that are `together`.
+
+    Raises UserError, as `parallel.launch.start`, with the key of the recipe that is at fault.
+    """
+    d = recipe.training.distributed
+    with named(KEY):
+        check_policy(d.fsdp_symmetric_memory, os.environ)
+    with named("training.device"):
+        device_of(recipe.training.device, place)
+    return start(
+        place,
+        recipe.training.device,
+        timeout_s=d.timeout_s,
+        symmetric_memory=d.fsdp_symmetric_memory,
+        traces=Path(recipe.training.checkpoint.output_dir),
+    )
+
+
+# --- the mesh -------------------------------------------------------------------------------------------------
+
+
+def mesh_sizes(d: Distributed, world: int) -> Sizes:
+    """The axes of the mesh over `world` processes.
+
+    Raises:
+        UserError: sizes that do not multiply to the number of processes, with all the numbers.
+    """
+    given = f"hsdp_replicate_dim {d.hsdp_replicate_dim} x hsdp_shard_dim {d.hsdp_shard_dim} x tp_size {d.tp_size}"
+    if d.num_gpus not in (None, world):
+        count = f"{world} process{'es are' if world > 1 else ' is'} running"
+        raise UserError(f"{KEY}.num_gpus is {d.num_gpus}, {count}: start them with torchrun --nproc-per-node")
+    others = d.hsdp_replicate_dim * d.tp_size
+    shards = world // others if d.hsdp_shard_dim == -1 else d.hsdp_shard_dim
+    if others * shards != world:
+        raise UserError(f"{KEY}: {given} do not multiply to the {world} process{'es' * (world > 1)} of this run")
+    if shards % d.sp_size:
+        raise UserError(f"{KEY}.sp_size is {d.sp_size}, it must divide the {shards} shards ({given} over {world})")
+    return {
+        "dp_replicate": d.hsdp_replicate_dim, "dp_shard": shards // d.sp_size, "sp": d.sp_size, "tp": d.tp_size
+    }  # fmt: skip
+
+
+def mesh_of(recipe: Recipe, world: World) -> Mesh:
+    """The mesh of a run. Collective over its processes; errors as in `mesh_sizes`."""
+    sizes = mesh_sizes(recipe.training.distributed, world.size)
+    return single(world.device) if world.size == 1 else build_mesh(sizes, world.device)
+
+
+def check_layout(recipe: Recipe, cfg: wan.WanConfig, mesh: Mesh) -> None:
+    """Refuses a mesh that would cut heads, and keys that do nothing on this one."""
+    d, tp, sp = recipe.training.distributed, mesh.size("tp"), mesh.size("sp")
+    check_heads(tp, {"num_attention_heads": cfg.num_attention_heads})
+    rules.check(wan.param_specs(cfg), mesh.sizes, rules.Rules())
+    heads, faults = cfg.num_attention_heads // tp, []
+    if fault := heads_fault(heads, heads, sp):
+        faults.append(f"sp_size: {fault}" + (f" (of {cfg.num_attention_heads}, tp_size is {tp})" if tp > 1 else ""))
+    if mesh.size(*DATA, "sp") == 1:
+        idle = {"reshard_after_forward": False, "fsdp_symmetric_memory": True, "pin_cpu_memory": True}
+        faults += [
+            f"{key}: {str(value).lower()} needs weights that are sharded over several processes"
+            for key, value in idle.items()
+            if getattr(d, key) is value
+        ]
+    raise_faults(KEY, faults)
+
+
+def data_share(mesh: Mesh) -> Share:
+    """Which part of a global microbatch this process reads."""
+    return Share(mesh.index(*DATA), mesh.size(*DATA))
+
+
+def microbatch_size(recipe: Recipe, mesh: Mesh) -> int:
+    """Samples of a microbatch over all processes."""
+    return recipe.training.data.train_batch_size * mesh.size(*DATA)
+
+
+# --- the model ------------------------------------------------------------------------------------------------
+
+
+def stored_specs(recipe: Recipe, cfg: wan.WanConfig) -> Specs:
+    """Specs with the dtypes that weights are stored in: float32 tables stay float32."""
+    stored = FLOATS[recipe.training.dit_precision]
+    keep = lambda s: dataclasses.replace(s, dtype=torch.float32 if s.keep_fp32 else stored)  # noqa: E731
+    return {k: keep(s) for k, s in wan.param_specs(cfg).items()}
+
+
+def shard_options(d: Distributed) -> ShardOptions:
+    """How units communicate, as the recipe says."""
+    return ShardOptions(
+        modules_per_group=d.fsdp_modules_per_group,
+        reshard_after_forward=d.reshard_after_forward,
+        reduce_dtype=FLOATS["fp32" if d.reduce_dtype is None else d.reduce_dtype],
+        cpu_offload=d.pin_cpu_memory,
+        symmetric_memory=d.fsdp_symmetric_memory,
+        prefetch=d.fsdp_prefetch,
+        accumulate=d.accumulate,
+    )
+
+
+def sharded_model(recipe: Recipe, cfg: wan.WanConfig, mesh: Mesh, compute: torch.dtype) -> Sharded:
+    """The model on a mesh of several processes, its leaves allocated and not filled."""
+    names = {dtype: name for name, dtype in FLOATS.items()}
+    table = policy(recipe.training.dit_precision, names[compute])
+    return shard(
+        stored_specs(recipe, cfg),
+        mesh,
+        stacks=wan.STACKS,
+        compute={k: table[kind].compute for k, kind in classes(cfg).items()},
+        options=shard_options(recipe.training.distributed),
+    )
+
+
+def layers_run(recipe: Recipe, mesh: Mesh) -> Run:
+    """How the layers of training run: attention backend, compile, recomputation, tensor parallelism."""
+    model = recipe.training.model
+    how, kind = scan, model.enable_gradient_checkpointing_type
+    if model.enable_torch_compile:
+        budget = model.activation_memory_budget
+        how = compiled(how, memory_budget=None if budget == 1.0 else budget)
+    if kind is not None:
+        how = recompute(
+            how,
+            every=model.gradient_checkpointing_every,
+            policy=policy_of(kind),
+            nth=model.gradient_checkpointing_nth,
+            offload=model.activation_offload,
+        )
+    attention = Attention(recipe.models.student.attention_backend)
+    return Run(attention=attention, scan=how, tp=tensor_parallel(mesh))
+
+
+def collective_timeout(recipe: Recipe) -> datetime.timedelta:
+    """How long processes wait for each other."""
+    return datetime.timedelta(seconds=recipe.training.distributed.timeout_s)
