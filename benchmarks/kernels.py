@@ -12,6 +12,7 @@ median counts.
 import argparse
 import dataclasses
 import importlib
+import random
 import statistics
 import sys
 import traceback
@@ -32,12 +33,13 @@ FAMILIES = ("attention", "masks", "qat", "norm")
 def medians_ms(runs: Mapping[str, Callable[[], object]], repeats: int, flush: torch.Tensor) -> dict[str, float]:
     """Median milliseconds of `repeats` rounds by name, L2 flushed before every call.
 
-    In each round all of them run, one after another and another one first: a GPU that grows warm and slow does so
-    for all alike. Call them once before.
+    In each round all of them run, in a random order: a GPU that grows warm and slow does so for all alike, and none
+    always follows the hottest. Call them once before.
     """
-    names, times = list(runs), {name: [] for name in runs}
-    for i in range(repeats):
-        for name in names[i % len(names) :] + names[: i % len(names)]:
+    names, times, order = list(runs), {name: [] for name in runs}, random.Random(0)
+    for _ in range(repeats):
+        order.shuffle(names)
+        for name in names:
             flush.zero_()
             start, end = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
             start.record()

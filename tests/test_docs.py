@@ -38,5 +38,6 @@ def test_recipes_load_and_say_how_to_run_them(recipe):
     load_recipe(recipe)
     comment = re.match(r"(#.*\n)+", recipe.read_text())[0]
     first = comment.splitlines()[0]
-    assert first.startswith("# make ") or "python -m train recipes/" + recipe.name in first
+    assert re.match(r"# (make |python -m train |torchrun --nproc-per-node \d+ -m train )", first)
+    assert first.startswith("# make ") or f"-m train recipes/{recipe.name}" in first
     assert "Expected:" in comment and "Cost:" in comment

@@ -47,7 +47,7 @@ class Pool:
 
     def start(self) -> None:
         context = mp.get_context("forkserver")
-        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor"])
+        context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "train.run"])
         store = Path(tempfile.mkdtemp()) / "store"
         for rank in range(self.size):
             ours, theirs = context.Pipe()

@@ -74,9 +74,9 @@ def test_batches_are_those_of_the_preprocessed_set(sets, data, kind, models, sta
 
 
 def test_opening_encodes_nothing_and_encoders_are_read_once(sets, data, monkeypatch):
+    _, encode = sets("i2v", "wan")  # the first test that asks for a set makes it
     reads, read_model = [], encoders.read_model
     monkeypatch.setattr(encoders, "read_model", lambda name, *a: reads.append(name) or read_model(name, *a))
-    _, encode = sets("i2v", "wan")
     with monkeypatch.context() as patch:
         patch.setattr("nn.wan_vae.load", lambda *a, **k: pytest.fail("the VAE was read"))
         patch.setattr("train.preprocess.encode.read_video", lambda *a, **k: pytest.fail("a clip was decoded"))
