@@ -12,6 +12,8 @@ import os
 import pytest
 import torch
 import torch.distributed as dist
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch.distributed.tensor import DTensor
 
 from core import keys
@@ -87,7 +89,8 @@ def every_pair(cases: list[Case]) -> list[Case]:
 
 
 ALL = [case for case in itertools.product(*AXES) if allowed(case)]
-CASES = ALL if os.environ.get("HYPOTHESIS_PROFILE") == "slow" else every_pair(ALL)
+SLOW = os.environ.get("HYPOTHESIS_PROFILE") == "slow"
+CASES = ALL if SLOW else every_pair(ALL)
 
 
 @functools.cache
@@ -146,10 +149,8 @@ def whole(t: torch.Tensor) -> torch.Tensor:
     return (t.full_tensor() if isinstance(t, DTensor) else t).detach().clone()
 
 
-def train_on_a_mesh(case: Case):
+def train_on_a_mesh(layout: Layout, every: int, compile_it: bool, packed: bool):
     """On every process: what `run_steps` gives, of the split layout, or None outside the mesh."""
-    name, every, compile_it, packed = case
-    layout = LAYOUTS[name]
     mesh = mesh_of(ranks=layout.ranks, **dict(layout.sizes))
     if mesh is None:
         return None
@@ -188,15 +189,41 @@ def assert_equal(got: dict, expected: dict, what: str) -> None:
 @pytest.mark.parametrize("case", CASES, ids=lambda c: f"{c[0]}-every {c[1]}-{'compiled' if c[2] else 'eager'}-"
                                                       f"{'packed' if c[3] else 'split'}")  # fmt: skip
 def test_a_model_trains_as_on_one_process(pool, case):
+    check_layout(pool, LAYOUTS[case[0]], *case[1:])
+
+
+def check_layout(pool, layout: Layout, every: int, compile_it: bool, packed: bool) -> None:
     expected = alone()
-    results = [r for r in pool.run(train_on_a_mesh, case) if r is not None]
-    ranks = LAYOUTS[case[0]].ranks
-    assert len(results) == (4 if ranks is None else len(ranks))
+    results = [r for r in pool.run(train_on_a_mesh, layout, every, compile_it, packed) if r is not None]
+    assert len(results) == (4 if layout.ranks is None else len(layout.ranks))
     for got in results:
         assert got["losses"] == pytest.approx(expected["losses"], rel=1e-11)
         assert got["norm"] == pytest.approx(expected["norm"], rel=1e-11)
         assert_equal(got["grads"], expected["grads"], "gradient")
         assert_equal(got["params"], expected["params"], "weights after three steps")
+
+
+@st.composite
+def drawn_layouts(draw) -> Layout:
+    """Any mesh of two or four of the processes, and any way for its units to communicate."""
+    sizes, left = {}, draw(st.sampled_from([2, 4]))
+    world = left
+    for axis in draw(st.permutations(["dp_replicate", "dp_shard", "sp", "tp"])):
+        sizes[axis] = draw(st.sampled_from([n for n in (1, 2, 4) if left % n == 0]))
+        left //= sizes[axis]
+    sizes["dp_shard"] *= left
+    ranks = tuple(sorted(draw(st.permutations(range(4)))[:world])) if world < 4 else None
+    options = ShardOptions(
+        modules_per_group=draw(st.integers(1, 4)), reshard_after_forward=draw(st.booleans()),
+        prefetch=draw(st.integers(0, 2)), accumulate=draw(st.sampled_from(["last", "sharded"])),
+    )  # fmt: skip
+    return Layout(tuple(sizes.items()), ranks, options)
+
+
+@given(drawn_layouts(), st.integers(0, 3), st.booleans())
+@settings(max_examples=200 if SLOW else 8)
+def test_a_model_trains_as_on_one_process_whatever_the_layout(pool, layout, every, packed):
+    check_layout(pool, layout, every, False, packed and dict(layout.sizes)["tp"] == 1)
 
 
 def test_the_selection_holds_every_pair():

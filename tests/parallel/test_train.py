@@ -38,7 +38,7 @@ MODEL = {
     "num_attention_heads": 4, "attention_head_dim": 6, "ffn_dim": 16, "num_layers": 3, "in_channels": 4,
     "out_channels": 4, "text_dim": 8, "freq_dim": 16,
 }  # fmt: skip
-STEPS = 6
+STEPS = 20
 D, DATA = "training.distributed", "training.data"
 BATCH, STEPS_KEY = f"{DATA}.train_batch_size", "training.loop.max_train_steps"
 RESUME = "training.checkpoint.resume_from_checkpoint"
