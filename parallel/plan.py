@@ -140,6 +140,8 @@ def _axes(text: str) -> dict[str, int]:
             faults.append(f"--compare {text}: no axis {name!r}{nearest_names(name, AXES)}, there are {', '.join(AXES)}")
         elif not equals or not n.strip().lstrip("-").isdecimal():
             faults.append(f"--compare {text}: expected {name}=N, got {said.strip()!r}")
+        elif name in out:
+            faults.append(f"--compare {text}: {name} is named twice")
         else:
             out[name] = int(n)
     raise_faults("the command line", faults)
@@ -148,6 +150,8 @@ def _axes(text: str) -> dict[str, int]:
 
 def _sizes(args, given: Mapping[str, int]) -> Sizes:
     if hasattr(args, "gpus"):
+        if args.gpus < 1:
+            raise UserError(f"--gpus must be at least 1, got {args.gpus}")
         return infer_sizes(args.gpus, given if -1 in given.values() else {"dp_shard": -1} | given)
     if -1 in given.values():
         raise UserError("an axis of -1 takes what is left of --gpus, which is not given")
@@ -160,8 +164,11 @@ def _hardware(args) -> Hardware:
         names = [" ".join(words) for words, flops in devices.PEAK_FLOPS if flops is not None]
         faults.append(f"--device {args.device}: unknown, known: {', '.join(names)}{nearest_names(args.device, names)}")
     positive = ("efficiency", "memory", "per_node", "inside", "between")
-    bad = [name for name in positive if getattr(args, name) <= 0]
-    faults += [f"--{name.replace('_', '-')} must be above 0, got {getattr(args, name)}" for name in bad]
+    bad = [name for name in positive if not 0 < getattr(args, name) < math.inf]
+    faults += [f"--{name.replace('_', '-')} must be above 0 and finite, got {getattr(args, name)}" for name in bad]
+    if args.efficiency > 1:
+        faults.append(f"--efficiency is a share of the peak, at most 1, got {args.efficiency}")
+    faults += [f"--hops must be at least 0 us, got {us}" for us in args.hops if not 0 <= us < math.inf]
     raise_faults("the command line", faults)
     network = Network(args.per_node, args.inside * 1e9, args.between * 1e9, *(us / 1e6 for us in args.hops))
     return Hardware(network, args.memory * GIB, peak, args.efficiency)
@@ -173,6 +180,8 @@ def plans_of(args: argparse.Namespace) -> list[Plan]:
         near = nearest_names(args.preset, PRESETS)
         raise UserError(f"--preset {args.preset}: unknown{near}; there are {', '.join(PRESETS)}")
     own = given_axes(args)
+    if args.layout and (args.compare or args.json):
+        raise UserError(f"--layout prints a table of one mesh; leave out --{'compare' if args.compare else 'json'}")
     if own and args.compare:
         raise UserError(f"--compare names whole meshes; leave out --{next(iter(own)).replace('_', '-')}")
     meshes = [_sizes(args, given) for given in map(_axes, args.compare)] or [_sizes(args, own)]

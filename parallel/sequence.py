@@ -110,7 +110,8 @@ def heads_fault(heads: int, kv_heads: int, size: int) -> str | None:
         return None
     common = math.gcd(heads, kv_heads)
     allowed = ", ".join(str(n) for n in range(1, common + 1) if common % n == 0)
-    counted = f"{heads} heads" if heads == kv_heads else f"{heads} query heads and {kv_heads} key heads"
+    equal = f"{heads} head{'s' * (heads != 1)}"
+    counted = equal if heads == kv_heads else f"{heads} query heads and {kv_heads} key heads"
     return f"{counted} cannot be shared evenly by {size} processes (sp {size}); sp can be {allowed}"
 
 

@@ -119,7 +119,7 @@ def title(plan: Plan) -> str:
     return (
         f"{model.name}: {num_params(model.specs) / 1e9:.2f} B parameters on {said_mesh(job.sizes)}\n"
         f"{tokens} tokens; batch {job.batch} x {job.microbatches} microbatch{'es' * (job.microbatches > 1)}, "
-        f"{plan.samples} samples per step"
+        f"{plan.samples} sample{'s' * (plan.samples > 1)} per step"
     )
 
 

@@ -101,10 +101,12 @@ def _key_faults(specs: Specs, stacks: Sequence[str], compute: Mapping[str, torch
     return faults
 
 
-def _symmetric_faults(options: ShardOptions, mesh: Mesh, data: DeviceMesh | None) -> list[str]:
+def symmetric_faults(options: ShardOptions, mesh: Mesh, sharded: bool) -> list[str]:
+    """Why NCCL's symmetric memory, where `options` ask for it, cannot be used on a mesh with `sharded` weights or not.
+    """
     if not options.symmetric_memory:
         return []
-    if data is None:
+    if not sharded:
         return ["symmetric_memory needs weights that are sharded: the mesh has no dp_shard, sp or dp_replicate"]
     if mesh.device.type != "cuda":
         return [f"symmetric_memory needs CUDA and NCCL, the mesh is on {mesh.device.type}"]
@@ -186,7 +188,7 @@ def shard(
     raise_faults("cannot shard the model", [*_option_faults(options), *_key_faults(specs, stacks, compute)])
     layout.check(specs, mesh.sizes, rules)
     data, model = data_and_model(mesh, options.solo)
-    faults = _symmetric_faults(options, mesh, data)
+    faults = symmetric_faults(options, mesh, data is not None)
     if data is not None:
         scalars = [k for k, s in specs.items() if not s.shape and trainable(k)]
         faults += [f"{k} has no dimension: FSDP cannot shard a trainable scalar" for k in scalars]

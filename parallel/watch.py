@@ -280,19 +280,21 @@ class Watch:
         for rank in range(self.size):
             places.setdefault(self._place_of(rank, end), []).append(rank)
         lines = [f"a collective took longer than {self.limit_s:g} s"]
-        lines += [f"  rank{'s' * (len(ranks) > 1)} {_runs(ranks)} {text}" for text, ranks in places.items()]
+        lines += [f"  rank{'s' * (len(ranks) > 1)} {_runs(ranks)}: {text}" for text, ranks in places.items()]
         if written:
-            lines.append(f"  what came before, of every rank: torchfrtrace --prefix {RECORDS} {self.traces}")
+            # Gloo's record does not name its groups, without which the tool fails (PyTorch 2.13).
+            lines.append(f"  what came before, of every rank: {self.traces}/{RECORDS}*")
+            lines.append(f"  (those of NCCL are for torchfrtrace --prefix {RECORDS} {self.traces})")
         return "\n".join(lines)
 
     def _place_of(self, rank: int, end: float) -> str:
         with contextlib.suppress(RuntimeError):
             while not self.store.check([f"place {rank}"]):
                 if time.monotonic() > end:
-                    return "gives no answer"
+                    return "no answer"
                 time.sleep(0.05)
             return self.store.get(f"place {rank}").decode()
-        return "gives no answer"
+        return "no answer"
 
 
 GONE = "ended without a word: killed (as the system does when memory runs out), crashed, or its machine is gone"
@@ -340,13 +342,13 @@ def own_name(rank: int) -> str:
 def place() -> str:
     """Where this process is: the oldest collective that it waits for, else the line its main thread is at."""
     if waiting := compat.pending_collectives():
-        return f"waits for {waiting[0].text}"
+        return f"waiting for {waiting[0].text}"
     frame = sys._current_frames().get(threading.main_thread().ident)
     inner = frame
     while frame is not None and "site-packages" in frame.f_code.co_filename:
         frame = frame.f_back
     frame = inner if frame is None else frame
-    return "is in no collective" + ("" if frame is None else f", but at {frame.f_code.co_filename}:{frame.f_lineno}")
+    return "in no collective" + ("" if frame is None else f", but at {frame.f_code.co_filename}:{frame.f_lineno}")
 
 
 def _runs(ranks: list[int]) -> str:

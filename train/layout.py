@@ -18,7 +18,7 @@ from parallel.launch import Place, World, check_policy, device_of, start
 from parallel.mesh import Mesh, Sizes, build_mesh, single
 from parallel.sequence import heads_fault
 from parallel.tensor import check_heads, tensor_parallel
-from parallel.units import Sharded, ShardOptions, shard
+from parallel.units import Sharded, ShardOptions, shard, symmetric_faults
 from train.config import Distributed, Recipe
 from train.order import Share
 from train.precision import FLOATS, classes, policy
@@ -65,7 +65,8 @@ def mesh_sizes(d: Distributed, world: int) -> Sizes:
     if others * shards != world:
         raise UserError(f"{KEY}: {given} do not multiply to the {world} process{'es' * (world > 1)} of this run")
     if shards % d.sp_size:
-        raise UserError(f"{KEY}.sp_size is {d.sp_size}, it must divide the {shards} shards ({given} over {world})")
+        counted = f"{shards} shard{'s' * (shards > 1)}"
+        raise UserError(f"{KEY}.sp_size is {d.sp_size}, it must divide the {counted} ({given} over {world})")
     return {
         "dp_replicate": d.hsdp_replicate_dim, "dp_shard": shards // d.sp_size, "sp": d.sp_size, "tp": d.tp_size
     }  # fmt: skip
@@ -78,10 +79,11 @@ def mesh_of(recipe: Recipe, world: World) -> Mesh:
 
 
 def check_layout(recipe: Recipe, cfg: wan.WanConfig, mesh: Mesh) -> None:
-    """Refuses a mesh that would cut heads, and keys that do nothing on this one."""
+    """Refuses a mesh that would cut heads, and keys that do nothing or cannot work on this one."""
     d, tp, sp = recipe.training.distributed, mesh.size("tp"), mesh.size("sp")
-    check_heads(tp, {"num_attention_heads": cfg.num_attention_heads})
-    rules.check(wan.param_specs(cfg), mesh.sizes, rules.Rules())
+    with named(f"{KEY}.tp_size"):
+        check_heads(tp, {"num_attention_heads": cfg.num_attention_heads})
+        rules.check(wan.param_specs(cfg), mesh.sizes, rules.Rules())
     heads, faults = cfg.num_attention_heads // tp, []
     if fault := heads_fault(heads, heads, sp):
         faults.append(f"sp_size: {fault}" + (f" (of {cfg.num_attention_heads}, tp_size is {tp})" if tp > 1 else ""))
@@ -92,6 +94,8 @@ def check_layout(recipe: Recipe, cfg: wan.WanConfig, mesh: Mesh) -> None:
             for key, value in idle.items()
             if getattr(d, key) is value
         ]
+    else:
+        faults += [f"fsdp_{fault}" for fault in symmetric_faults(shard_options(d), mesh, sharded=True)]
     raise_faults(KEY, faults)
 
 

@@ -102,6 +102,9 @@ def starting_state(setup: Setup, opened: states.Opened | None, log: Callable[[st
     if setup.recipe.training.checkpoint.weights_only:
         state.step = opened.record["step"]
         state.position = state.step * setup.recipe.training.loop.gradient_accumulation_steps * setup.microbatch
+    if again := state.position % setup.microbatch:
+        state.position -= again
+        log(f"note: batches of another size: the last {again} of {state.position + again} samples are drawn again")
     threads, now = opened.record["threads"], torch.get_num_threads()
     if threads != now and setup.device.type == "cpu":
         log(f"note: made with {threads} threads, now {now}: losses agree, but not to the last bit")

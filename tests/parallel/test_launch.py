@@ -210,11 +210,11 @@ def test_a_collective_that_takes_too_long_says_where_every_rank_is(launched, tmp
     (shown,) = errors(done)
     first, *places = shown.splitlines()
     assert first == "error: a collective took longer than 2 s"
-    waits, sleeps, record = places
-    assert waits.startswith("  ranks 0, 2 waits for gloo:all_reduce of [[3]] in group") and "number 2" in waits
+    waits, sleeps, record, tool = places
+    assert waits.startswith("  ranks 0, 2: waiting for gloo:all_reduce of [[3]] in group") and "number 2" in waits
     line = next(n for n, text in enumerate(Path(__file__).read_text().splitlines(), 1) if "time.sleep(60)" in text)
-    assert sleeps == f"  rank 1 is in no collective, but at {__file__}:{line}"
-    assert "torchfrtrace" in record
+    assert sleeps == f"  rank 1: in no collective, but at {__file__}:{line}"
+    assert record.endswith(f"{tmp_path}/records/collectives_rank_*") and "torchfrtrace" in tool
     assert sorted(p.name for p in (tmp_path / "records").iterdir()) == [f"collectives_rank_{r}" for r in range(3)]
 
 

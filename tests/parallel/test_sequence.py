@@ -373,6 +373,7 @@ def test_the_sizes_that_a_fault_names_are_those_that_work(heads, kv_heads, size)
     fault = heads_fault(heads, kv_heads, size)
     fits = {n for n in range(1, 49) if heads % n == 0 and kv_heads % n == 0}
     assert (fault is None) == (size in fits)
+    assert fault is None or heads != kv_heads or fault.startswith(f"{heads} head" + ("s " if heads > 1 else " "))
     assert fault is None or {int(n) for n in fault.partition("sp can be ")[2].split(", ")} == fits
 
 

@@ -324,9 +324,12 @@ BAD = {
     "processes": ({f"{D}.num_gpus": 8}, "training.distributed.num_gpus is 8, 2 processes are running"),
     "product": ({f"{D}.hsdp_shard_dim": 4}, "training.distributed: hsdp_replicate_dim 1 x hsdp_shard_dim 4 x tp_size 1 "
                 "do not multiply to the 2 processes"),
-    "heads": ({"models.student.config.num_attention_heads": 3, f"{D}.tp_size": 2}, "num_attention_heads 3"),
+    "heads": ({"models.student.config.num_attention_heads": 3, f"{D}.tp_size": 2},
+              "training.distributed.tp_size: tensor parallelism over 2 ranks\n  - num_attention_heads 3"),
     "sequence": ({"models.student.config.num_attention_heads": 3, f"{D}.sp_size": 2},
                  "sp_size: 3 heads cannot be shared evenly by 2 processes"),
+    "symmetric": ({f"{D}.fsdp_symmetric_memory": True},
+                  "fsdp_symmetric_memory needs CUDA and NCCL, the mesh is on cpu"),
     "a GPU of its own": ({"training.device": "cuda:1"}, "training.device: device 'cuda:1'"),
     "key": ({f"{D}.fsdp_modules_per_group": True}, "training.distributed.fsdp_modules_per_group must be an int >= 1"),
 }  # fmt: skip

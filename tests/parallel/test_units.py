@@ -559,7 +559,7 @@ def test_parts_of_equal_dtypes_of_consecutive_layers_share_a_group(pool):
 
 def _symmetric():
     calls = []
-    faults, units._symmetric_faults = units._symmetric_faults, lambda *args: []
+    faults, units.symmetric_faults = units.symmetric_faults, lambda *args: []
     names = {"set_force_sum_reduction_for_comms": "sum", "set_symm_mem_for_comm": "symm"}
     real = {name: getattr(FSDPModule, name, None) for name in names}
     for name, short in names.items():
@@ -567,7 +567,7 @@ def _symmetric():
     try:
         build(mesh_of(dp_shard=4), layers=2, options={"symmetric_memory": True})
     finally:
-        units._symmetric_faults = faults
+        units.symmetric_faults = faults
         for name, fn in real.items():
             delattr(FSDPModule, name) if fn is None else setattr(FSDPModule, name, fn)
     return calls

@@ -111,6 +111,11 @@ def test_the_seed_decides_everything(recipe, finished, tmp_path):
 # --- killed and resumed ---------------------------------------------------------------------------------------
 
 
+def main_with_threads(threads, argv):
+    torch.set_num_threads(threads)
+    return cli.main(argv)
+
+
 @pytest.fixture(scope="module")
 def spawn():
     """`spawn(argv)`: `python -m train` in a process of its own, forked from a server that has imported it."""
@@ -119,14 +124,13 @@ def spawn():
     started = []
 
     def start(argv):
-        process = context.Process(target=cli.main, args=(argv,))
+        # Bit-equal results need equal thread counts; the server may be one that another test has started.
+        process = context.Process(target=main_with_threads, args=(torch.get_num_threads(), argv))
         process.start()
         started.append(process)
         return process
 
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("OMP_NUM_THREADS", str(torch.get_num_threads()))  # bit-equal results need equal thread counts
-        yield start
+    yield start
     for process in started:
         process.kill()
 
@@ -176,6 +180,14 @@ def test_other_batches_go_on_with_the_next_sample(recipe, finished, tmp_path):
     for ours, theirs in zip(course(out), course(finished), strict=True):
         # Sums over two samples in float32, in another order, through four steps.
         assert ours[:4] == pytest.approx(theirs[:4], rel=1e-4)
+
+
+def test_batches_that_do_not_divide_what_was_drawn_begin_before_it(recipe, tmp_path, capsys):
+    out = tmp_path / "run"
+    train(recipe(out, {TOTAL: 3}))
+    train(recipe(out, {TOTAL: 4, ACCUMULATION: 1, "training.data.train_batch_size": 4} | LATEST))
+    assert "batches of another size: the last 2 of 6 samples are drawn again" in capsys.readouterr().out
+    assert int(states.read_scalars(states.folder_of(out, 4))["position"]) == 8
 
 
 def test_sigterm_saves_where_it_stopped_and_the_rest_is_as_if_uninterrupted(arguments, recipe, spawn, tmp_path):
