@@ -1,12 +1,17 @@
-"""`config.json` of small models, read strictly into their frozen dataclasses."""
+"""Folders in Diffusers' form: `config.json`, read strictly into a frozen dataclass, beside safetensors files."""
 
 import dataclasses
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any, TypeVar
 
+from core import specs
+from core.checkpoint import LazyTree, open_checkpoint
 from core.errors import UserError, nearest_names, raise_faults
-from core.files import read_json
+from core.files import read_json, write_json
+from core.save import check_metadata, describe, save_checkpoint
+from core.specs import Specs
+from core.trees import Params
 
 C = TypeVar("C")
 
@@ -61,3 +66,36 @@ def read_config(
         raise_faults(f"{path}: wrong kind of model", [f"{tag} is {found!r}, expected {name!r}"])
     given = {key: value for key, value in data.items() if key != tag and not key.startswith("_")}
     return parse_config(cls, given, str(path), fixed=fixed)
+
+
+def open_model(
+    folder: str | Path,
+    cls: type[C],
+    name: str,
+    specs_of: Callable[[C], Specs],
+    *,
+    fixed: Mapping[str, Any] | None = None,
+) -> tuple[LazyTree, C]:
+    """The folder of a model with the class name `name`, its leaves not read yet, and its config.
+
+    Args:
+        specs_of: the specs that a config asks for.
+
+    Raises:
+        UserError: naming the file and every fault of config, keys and shapes; before any tensor is read.
+    """
+    cfg = read_config(cls, Path(folder) / "config.json", "_class_name", name, fixed=fixed)
+    tree = open_checkpoint(folder)
+    check_metadata(tree, name)
+    specs.check(tree, specs_of(cfg), what=str(folder))
+    return tree, cfg
+
+
+def save_model(folder: str | Path, params: Params, wanted: Specs, config: Mapping[str, Any]) -> None:
+    """Writes such a folder: `config` with its `_class_name`, and safetensors files.
+
+    Raises UserError for parameters that are not those of the specs `wanted`, before anything is written.
+    """
+    specs.check(params, wanted, what=config["_class_name"])
+    save_checkpoint(folder, params, metadata=describe(config["_class_name"], config))
+    write_json(Path(folder) / "config.json", config)

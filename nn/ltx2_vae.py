@@ -19,16 +19,13 @@ import torch
 from einops import rearrange
 from torch import Tensor
 
-from core import specs
-from core.checkpoint import LazyTree, open_checkpoint
+from core.checkpoint import LazyTree
 from core.errors import UserError
-from core.files import write_json
 from core.geometry import check_geometry
 from core.keys import Key
-from core.save import check_metadata, describe, save_checkpoint
 from core.trees import Params
 from nn import ltx2_vae_blocks as blocks
-from nn.config_files import read_config
+from nn.config_files import open_model, save_model
 from nn.layers import wide
 from nn.ltx2_vae_blocks import REACH, Stream, VaeRun
 from nn.ltx2_vae_config import PRESETS, LTX2VaeConfig, decoder_blocks, encoder_blocks, param_specs
@@ -398,10 +395,7 @@ def save(folder: str | Path, params: Params, cfg: LTX2VaeConfig) -> None:
 
     Raises UserError for parameters that do not fit the config, before anything is written.
     """
-    specs.check(params, param_specs(cfg), what="LTX-2 VAE")
-    config = to_json(cfg)
-    save_checkpoint(folder, params, metadata=describe(CLASS_NAME, config))
-    write_json(Path(folder) / "config.json", config)
+    save_model(folder, params, param_specs(cfg), to_json(cfg))
 
 
 def open_folder(folder: str | Path) -> tuple[LazyTree, LTX2VaeConfig]:
@@ -409,11 +403,7 @@ def open_folder(folder: str | Path) -> tuple[LazyTree, LTX2VaeConfig]:
 
     Raises one UserError naming the file and every fault of config, keys and shapes.
     """
-    cfg = read_config(LTX2VaeConfig, Path(folder) / "config.json", "_class_name", CLASS_NAME)
-    tree = open_checkpoint(folder)
-    check_metadata(tree, CLASS_NAME)
-    specs.check(tree, param_specs(cfg), what=str(folder))
-    return tree, cfg
+    return open_model(folder, LTX2VaeConfig, CLASS_NAME, param_specs)
 
 
 def load(folder: str | Path, *, device="cpu", dtype: torch.dtype | None = None) -> tuple[Params, LTX2VaeConfig]:

@@ -5,9 +5,8 @@ import json
 from pathlib import Path
 from typing import Any
 
-from core.checkpoint import LazyTree, open_checkpoint
-from core.save import check_metadata
-from core.specs import check
+from core.checkpoint import LazyTree
+from nn.config_files import open_model
 from nn.config_files import read_config as read_dataclass
 from nn.wan import WanConfig, param_specs
 
@@ -32,8 +31,4 @@ def open_transformer(folder: str | Path) -> tuple[LazyTree, WanConfig]:
     Raises:
         UserError: another model, or keys and shapes that do not fit the config; before any tensor is read.
     """
-    cfg = read_config(folder)
-    tree = open_checkpoint(folder)
-    check_metadata(tree, CLASS_NAME)
-    check(tree, param_specs(cfg), what=str(folder))
-    return tree, cfg
+    return open_model(folder, WanConfig, CLASS_NAME, param_specs, fixed=FIXED)

@@ -6,6 +6,7 @@ None everywhere, and no collective runs.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 import torch.distributed as dist
@@ -31,79 +32,50 @@ def as_group(group: ProcessGroup | None) -> Group | None:
     return Group(group.group_name, dist.get_world_size(group), dist.get_rank(group))
 
 
-class _Sum(torch.autograd.Function):
-    """Sum over the group; the gradient, equal on all processes, passes through."""
+Operator = Callable[[Tensor, Group], Tensor]
+
+
+class _Linear(torch.autograd.Function):
+    """A linear operator over the group, whose backward is its adjoint: such a pair is each other's backward."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return compat.all_reduce(x, group.name)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _Copy.apply(grad, ctx.group), None
-
-
-class _Copy(torch.autograd.Function):
-    """The same value on all processes; gradients add up."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return x.view_as(x)
+    def forward(ctx, x: Tensor, group: Group, operator: Operator, adjoint: Operator) -> Tensor:
+        ctx.rest = group, adjoint, operator
+        return operator(x, group)
 
     @staticmethod
     def backward(ctx, grad: Tensor):
-        return _Sum.apply(grad, ctx.group), None
+        return _Linear.apply(grad, *ctx.rest), None, None, None
 
 
-class _Exchange(torch.autograd.Function):
-    """All-to-all of equal parts along dimension 0; the gradient takes the way back."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return compat.all_to_all(x, group.size, group.name)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _Exchange.apply(grad, ctx.group), None
+def _same(x: Tensor, group: Group) -> Tensor:
+    return x.view_as(x)
 
 
-class _Gather(torch.autograd.Function):
-    """`[n, ...] -> [size * n, ...]`; the gradient of a part is the sum over all processes' uses of it."""
-
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return compat.all_gather(x, group.size, group.name)
-
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _Scatter.apply(grad, ctx.group), None
+def _sum(x: Tensor, group: Group) -> Tensor:
+    return compat.all_reduce(x, group.name)
 
 
-class _Scatter(torch.autograd.Function):
-    """`[size * n, ...] -> [n, ...]`, this process's part of the sum. It and `_Gather` are each other's backward."""
+def _swap(x: Tensor, group: Group) -> Tensor:
+    return compat.all_to_all(x, group.size, group.name)
 
-    @staticmethod
-    def forward(ctx, x: Tensor, group: Group) -> Tensor:
-        ctx.group = group
-        return compat.reduce_scatter(x, group.size, group.name)
 
-    @staticmethod
-    def backward(ctx, grad: Tensor):
-        return _Gather.apply(grad, ctx.group), None
+def _join(x: Tensor, group: Group) -> Tensor:
+    return compat.all_gather(x, group.size, group.name)
+
+
+def _part(x: Tensor, group: Group) -> Tensor:
+    return compat.reduce_scatter(x, group.size, group.name)
 
 
 def all_sum(x: Tensor, group: Group | None) -> Tensor:
     """Sum of x over the group, on all of it. Backward: identity (each process holds the whole gradient)."""
-    return x if group is None else _Sum.apply(x, group)
+    return x if group is None else _Linear.apply(x, group, _sum, _same)
 
 
 def copy(x: Tensor, group: Group | None) -> Tensor:
     """x, which is equal on the group; backward: the sum of the gradients."""
-    return x if group is None else _Copy.apply(x, group)
+    return x if group is None else _Linear.apply(x, group, _same, _sum)
 
 
 def exchange(x: Tensor, group: Group | None) -> Tensor:
@@ -111,7 +83,7 @@ def exchange(x: Tensor, group: Group | None) -> Tensor:
 
     Dimension 0 must be divisible by the group's size. The backward exchanges the gradient back.
     """
-    return x if group is None else _Exchange.apply(x, group)
+    return x if group is None else _Linear.apply(x, group, _swap, _swap)
 
 
 def gather(x: Tensor, group: Group | None) -> Tensor:
@@ -119,4 +91,4 @@ def gather(x: Tensor, group: Group | None) -> Tensor:
 
     Backward: each process gets the sum over the group of the gradients of its part.
     """
-    return x if group is None else _Gather.apply(x, group)
+    return x if group is None else _Linear.apply(x, group, _join, _part)

@@ -151,7 +151,7 @@ def build_mesh(
     groups = _make_groups(table, list(sizes), [*GROUPS, *further], me, timeout)
     if me not in members:
         return None
-    return Mesh(sizes, table, me, device, groups, _device_mesh(table, sizes, groups, device, me))
+    return Mesh(sizes, table, me, device, groups, _device_mesh(table, sizes, groups, device))
 
 
 def _rows(table: torch.Tensor, dims: Sequence[int]) -> torch.Tensor:
@@ -178,10 +178,15 @@ def _make_groups(table, names, wanted, me, timeout) -> dict[tuple[str, ...], Pro
     return out
 
 
-def _device_mesh(table, sizes: Sizes, groups, device, me) -> DeviceMesh | None:
-    folded = {**FOLDED, **{name: (name,) for name in sizes if name not in AXES}}
-    wide = {n: tuple(a for a in axes if sizes[a] > 1) for n, axes in folded.items()}
-    wide = {n: axes for n, axes in wide.items() if axes}
+def folded(sizes: Mapping[str, int]) -> dict[str, tuple[str, ...]]:
+    """`{dimension of the DeviceMesh: its axes that are larger than 1}`, outermost first, of those that have any."""
+    every = {**FOLDED, **{name: (name,) for name in sizes if name not in AXES}}
+    wide = {name: tuple(axis for axis in axes if sizes.get(axis, 1) > 1) for name, axes in every.items()}
+    return {name: axes for name, axes in wide.items() if axes}
+
+
+def _device_mesh(table, sizes: Sizes, groups, device) -> DeviceMesh | None:
+    wide = folded(sizes)
     if not wide:
         return None
     shape = [math.prod(sizes[a] for a in axes) for axes in wide.values()]

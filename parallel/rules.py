@@ -20,7 +20,7 @@ from core.errors import nearest_names, raise_faults
 from core.rules import PACKED
 from core.specs import ParamSpec, Specs
 from core.trees import Params
-from parallel.mesh import FOLDED, Mesh, Sizes
+from parallel.mesh import Mesh, Sizes, folded
 
 DATA_AXES = ("dp_replicate", "dp_shard", "sp")
 
@@ -35,9 +35,7 @@ class Rules:
 
 def mesh_dims(sizes: Sizes) -> dict[str, int]:
     """`{dimension of the DeviceMesh: size}`, outermost first, of the axes that are larger than 1."""
-    folded = {**FOLDED, **{name: (name,) for name in sizes if not any(name in axes for axes in FOLDED.values())}}
-    dims = {name: math.prod(sizes.get(axis, 1) for axis in axes) for name, axes in folded.items()}
-    return {name: n for name, n in dims.items() if n > 1}
+    return {name: math.prod(sizes[axis] for axis in axes) for name, axes in folded(sizes).items()}
 
 
 def cut_dims(spec: ParamSpec, rules: Rules) -> dict[str, int]:
@@ -168,7 +166,7 @@ def placements(spec: ParamSpec, mesh: Mesh, rules: Rules = Rules()) -> tuple[Pla
 
 def place_of(mesh: Mesh) -> dict[str, int]:
     """This process's index along every dimension of `mesh_dims`."""
-    return {name: mesh.index(*FOLDED.get(name, (name,))) for name in mesh_dims(mesh.sizes)}
+    return {name: mesh.index(*axes) for name, axes in folded(mesh.sizes).items()}
 
 
 def place(params: Mapping[str, Tensor | LazyLeaf], model: Specs, mesh: Mesh, rules: Rules = Rules()) -> Params:

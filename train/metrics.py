@@ -24,6 +24,7 @@ from typing import Any, TextIO
 
 from core.errors import UserError
 from core.files import atomic_file
+from infer.words import counted
 
 PHASES = ("setup", "train", "validate", "save")
 # Steps that are left out of speeds: they allocate, compile and fill caches.
@@ -155,7 +156,7 @@ def summary(rows: Sequence[Mapping[str, Any]]) -> Summary:
 
 def summary_text(s: Summary) -> str:
     """A summary in one line, for the end of a run."""
-    figures = [f"{s.train_steps} steps in {duration(s.total_seconds)}"]
+    figures = [f"{counted(s.train_steps, 'step')} in {duration(s.total_seconds)}"]
     if s.steady_step_seconds is not None:
         figures.append(f"{s.steady_step_seconds:.3g} s per steady step")
     if s.peak_memory_bytes is not None:

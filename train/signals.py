@@ -1,9 +1,9 @@
-"""SIGTERM and SIGINT during training: collected, and heard by all processes of a run alike."""
+"""SIGTERM and SIGINT: collected, and in training heard by all processes of a run alike."""
 
 import contextlib
 import signal
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 from parallel.launch import summed
 from parallel.mesh import Mesh
@@ -13,17 +13,22 @@ REPEAT_S = 5.0  # in which torchrun passes on a signal that a terminal sent to i
 
 
 @contextlib.contextmanager
-def stop_requests(alone: bool = True) -> Iterator[list[int]]:
-    """Collects SIGTERM and SIGINT; a second one interrupts at once, of several processes one that is no repetition."""
+def handled(first: Callable[[int], None], repeat_s: float) -> Iterator[list[int]]:
+    """Calls `first(number)` at the first signal; one that comes `repeat_s` seconds later, or after, interrupts at once.
+
+    Yields a list, which then holds the number of the first.
+    """
     received: list[int] = []
-    first: list[float] = []
+    came: list[float] = []
 
     def handler(number, frame):
-        if received and (alone or time.monotonic() - first[0] > REPEAT_S):
-            raise KeyboardInterrupt
-        if not received:
-            first.append(time.monotonic())
-            received.append(number)
+        if received:
+            if time.monotonic() - came[0] >= repeat_s:
+                raise KeyboardInterrupt
+            return
+        came.append(time.monotonic())
+        received.append(number)
+        first(number)
 
     previous = {number: signal.signal(number, handler) for number in SIGNALS}
     try:
@@ -31,6 +36,11 @@ def stop_requests(alone: bool = True) -> Iterator[list[int]]:
     finally:
         for number, old in previous.items():
             signal.signal(number, old)
+
+
+def stop_requests(alone: bool = True) -> contextlib.AbstractContextManager[list[int]]:
+    """Collects a signal; a second one interrupts at once, of several processes one that is no repetition."""
+    return handled(lambda number: None, 0.0 if alone else REPEAT_S)
 
 
 def heard_by(received: Sequence[int]) -> dict[int, int]:

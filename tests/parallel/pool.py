@@ -48,7 +48,8 @@ class Pool:
     def start(self) -> None:
         context = mp.get_context("forkserver")
         context.set_forkserver_preload(["torch", "torch.distributed.fsdp", "torch.distributed.tensor", "train.run"])
-        store = Path(tempfile.mkdtemp()) / "store"
+        self.folder = tempfile.TemporaryDirectory()
+        store = Path(self.folder.name) / "store"
         for rank in range(self.size):
             ours, theirs = context.Pipe()
             worker = context.Process(target=_serve, args=(rank, self.size, str(store), theirs), daemon=True)
@@ -98,4 +99,6 @@ class Pool:
             worker.join(timeout=5)
             if worker.is_alive():
                 worker.kill()
+        if self.workers:
+            self.folder.cleanup()
         self.workers, self.pipes = [], []

@@ -208,7 +208,7 @@ def test_a_signal_before_a_set_is_begun_leaves_what_was_there(videos, fitted, tm
 def test_a_repeated_signal_does_not_spoil_the_end(monkeypatch):
     """torchrun passes on the terminal's; a later one is a person's."""
     now = [0.0]
-    monkeypatch.setattr("train.preprocess.stop.time.monotonic", lambda: now[0])
+    monkeypatch.setattr("train.signals.time.monotonic", lambda: now[0])
     with stop_signals() as received:
         with pytest.raises(Stopped):
             os.kill(os.getpid(), signal.SIGINT)

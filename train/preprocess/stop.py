@@ -2,14 +2,10 @@
 
 import contextlib
 import signal
-import time
-from collections.abc import Iterator
 from pathlib import Path
 
 from infer.words import counted
-
-SIGNALS = (signal.SIGTERM, signal.SIGINT)
-REPEAT_S = 5.0  # in which torchrun passes on a signal that a terminal sent to its processes too
+from train.signals import REPEAT_S, SIGNALS, handled
 
 
 class Stopped(BaseException):
@@ -30,30 +26,17 @@ class Stopped(BaseException):
         return f"{said}: {state}; run the same command again to go on"
 
 
-@contextlib.contextmanager
-def stop_signals() -> Iterator[list[int]]:
+def stop_signals() -> contextlib.AbstractContextManager[list[int]]:
     """Raises Stopped where the main thread is when a signal arrives, and KeyboardInterrupt at a later one that is no
     repetition.
 
-    Yields the signals received: where the main thread was in a destructor, Python drops what is raised there.
+    Yields the signal received: where the main thread was in a destructor, Python drops what is raised there.
     """
-    received: list[int] = []
-    first: list[float] = []
 
-    def handler(number, frame):
-        if received and time.monotonic() - first[0] > REPEAT_S:
-            raise KeyboardInterrupt
-        if not received:
-            first.append(time.monotonic())
-            received.append(number)
-            raise Stopped(number)
+    def stop(number: int) -> None:
+        raise Stopped(number)
 
-    previous = {number: signal.signal(number, handler) for number in SIGNALS}
-    try:
-        yield received
-    finally:
-        for number, old in previous.items():
-            signal.signal(number, old)
+    return handled(stop, REPEAT_S)
 
 
 def ignore_signals() -> None:
