@@ -45,9 +45,12 @@ def show(rows: list[dict]) -> None:
     Console(width=170).print(table)
 
 
-def save(script: str, rows: list[dict], device: str, folder: Path | None = None) -> None:
-    """Writes `benchmarks/results/<script>.json`."""
+def save(script: str, rows: list[dict], device: str, folder: Path | None = None, *, append: bool = False) -> None:
+    """Writes `benchmarks/results/<script>.json`; `append` keeps rows of other shapes that are in it."""
     folder = Path(__file__).parent / "results" if folder is None else folder
     folder.mkdir(parents=True, exist_ok=True)
+    path, shapes = folder / f"{Path(script).stem}.json", {r["shape"] for r in rows}
+    kept = json.loads(path.read_text())["rows"] if append and path.is_file() else []
+    rows = [*(r for r in kept if r["shape"] not in shapes), *rows]
     data = {"versions": versions(), "device": device, "rows": rows}
-    (folder / f"{Path(script).stem}.json").write_text(json.dumps(data, indent=1) + "\n")
+    path.write_text(json.dumps(data, indent=1) + "\n")
