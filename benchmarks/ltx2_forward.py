@@ -5,8 +5,8 @@
 
 A denoising step without guidance: batch 1, 81 frames of 480 x 832 at 24 per second (4,290 video and 84 audio tokens),
 1,024 text tokens, random weights in BF16. Ours has packed projections (`pack_projections`). Diffusers is measured with
-and without compiled blocks, before and after ours, and its faster time counts. The ceiling is the arithmetic of the blocks
-at the device's peak.
+and without compiled blocks, before and after ours, and its faster time counts. The ceiling is the arithmetic of the
+blocks at the device's peak.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from benchmarks.train_step import measure  # noqa: E402
 from benchmarks.wan_forward import AGAIN, COMPILED, EAGER, compare  # noqa: E402
 from core import devices  # noqa: E402
 from core.scan import compiled, scan  # noqa: E402
+from core.specs import specs_of  # noqa: E402
 from core.transforms import apply  # noqa: E402
 from core.trees import Params  # noqa: E402
 from kernels import Attention  # noqa: E402
@@ -94,13 +95,14 @@ def streams(cfg: LTX2Config, sizes: Sizes, device: torch.device) -> dict[str, St
 
 
 def peer_model(cfg: LTX2Config, params: Params):
-    """Diffusers' module around `params`."""
+    """Diffusers' module around `params`, all in the dtype of the first matrix, as it runs."""
     from diffusers import LTX2VideoTransformer3DModel
 
     body = {k: v for k, v in to_json(cfg).items() if not k.startswith("_") and k != "use_cross_timestep"}
     with torch.device("meta"):
         model = LTX2VideoTransformer3DModel(**body)
-    model.load_state_dict(params, strict=True, assign=True)
+    dtype = params["proj_in.weight"].dtype
+    model.load_state_dict({k: v.to(dtype) for k, v in params.items()}, strict=True, assign=True)
     return model
 
 
@@ -152,7 +154,7 @@ def main() -> None:
     cfg, device, sizes = config(args), args.device, Sizes()
     dtype = devices.default_compute_dtype(device)
     params, given = weights(cfg, device, dtype), streams(cfg, sizes, device)
-    bound = pack_projections(cfg)(param_specs(cfg))
+    bound = pack_projections(cfg)(specs_of(params))
     makers = {EAGER: lambda: theirs(cfg, params, given, sizes, dtype, False)}
     makers[COMPILED] = lambda: theirs(cfg, params, given, sizes, dtype, True)
     makers["ours"] = lambda: ours(cfg, apply(params, bound), given, dtype, Run())

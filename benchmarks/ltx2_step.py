@@ -83,6 +83,37 @@ def variants(budgets) -> dict[str, Run]:
     return out | {f"compiled, memory budget {b:g}": Run(scan=compiled(scan, memory_budget=b)) for b in budgets}
 
 
+def makers(cfg, args, sizes) -> dict:
+    """Name -> a function that makes the closure of a variant. Diffusers has no model of one stream."""
+    device, compute = args.device, devices.default_compute_dtype(args.device)
+    given, bound = streams(cfg, sizes, device), pack_projections(cfg)(param_specs(cfg))
+    fresh = lambda: weights(cfg, device, torch.float32)  # noqa: E731
+    peer = lambda: peer_step(cfg, fresh(), given, sizes, compute)  # noqa: E731
+    ours = {
+        name: lambda run=run: our_step(cfg, apply(fresh(), bound), run, given, compute)
+        for name, run in variants(args.budgets).items()
+    }
+    found = ours if args.modality == "video" else {PEER: peer, **ours, PEER_AGAIN: peer}
+    return {name: make for name, make in found.items() if not args.only or name in args.only}
+
+
+def measure_batch(cfg, args, sizes) -> list[dict]:
+    """Measures every variant at one batch; rows of the results."""
+    tokens, video = sizes.tokens(cfg)["video"], dataclasses.replace(cfg, modality="video")
+    flops = sizes.batch * model_flops(video, {"video": tokens}, {"video": sizes.text})
+    peak, results = devices.peak_flops(args.device), {}
+    floor = None if peak is None else flops / peak
+    for name, make in makers(cfg, args, sizes).items():
+        torch._dynamo.reset()
+        results[name] = got = measure(make, args.device, args.warmup, args.steps)
+        if got is not None:
+            mfu = "" if floor is None else f", {floor / got.seconds:.1%} MFU"
+            print(f"B{sizes.batch} {name}: {1e3 * got.seconds:.1f} ms/step{mfu}, {got.peak_gib:.1f} GiB, "
+                  f"loss {got.losses[0]:.4f} -> {got.losses[1]:.4f}", flush=True)  # fmt: skip
+    shape = f"{args.preset} {args.modality} x{cfg.num_layers} layers, batch {sizes.batch}, {tokens} video tokens each"
+    return compare(results, shape, sizes.batch * tokens, floor)
+
+
 def main() -> None:
     """Measures every variant at every batch and writes the results."""
     p = parser(__doc__)
@@ -92,37 +123,11 @@ def main() -> None:
     p.add_argument("--budgets", type=float, nargs="*", default=[0.5], help="activation memory budgets")
     p.add_argument("--append", action="store_true", help="keep the rows of other shapes in the results file")
     args = p.parse_args()
-    cfg, device, rows = config(args, modality=args.modality), args.device, []
-    compute, peak = devices.default_compute_dtype(device), devices.peak_flops(device)
-    split = param_specs(cfg)
-    bound = pack_projections(cfg)(split)
-    for batch in args.batches:
-        sizes = Sizes(batch=batch)
-        given, tokens = streams(cfg, sizes, device), batch * sizes.tokens(cfg)["video"]
-        fresh = lambda: weights(cfg, device, torch.float32)  # noqa: E731
-        makers = {name: lambda run=run: our_step(cfg, apply(fresh(), bound), run, given, compute)
-                  for name, run in variants(args.budgets).items()}  # fmt: skip
-        if args.modality == "audio_video":  # Diffusers has no model of one stream
-            peer = lambda: peer_step(cfg, fresh(), given, sizes, compute)  # noqa: E731
-            makers = {PEER: peer, **makers, PEER_AGAIN: peer}
-        flops = batch * model_flops(dataclasses.replace(cfg, modality="video"), {"video": tokens // batch},
-                                    {"video": sizes.text})  # fmt: skip
-        floor = None if peak is None else flops / peak
-        results = {}
-        for name, make in makers.items():
-            if args.only and name not in args.only:
-                continue
-            torch._dynamo.reset()
-            results[name] = got = measure(make, device, args.warmup, args.steps)
-            if got is not None:
-                mfu = "" if floor is None else f", {floor / got.seconds:.1%} MFU"
-                print(f"B{batch} {name}: {1e3 * got.seconds:.1f} ms/step{mfu}, {got.peak_gib:.1f} GiB, "
-                      f"loss {got.losses[0]:.4f} -> {got.losses[1]:.4f}", flush=True)  # fmt: skip
-        shape = f"{args.preset} {args.modality} x{cfg.num_layers} layers, batch {batch}, {tokens} video tokens"
-        rows += compare(results, shape, tokens, floor)
+    cfg = config(args, modality=args.modality)
+    rows = [row for batch in args.batches for row in measure_batch(cfg, args, Sizes(batch=batch))]
     report.show(rows)
     if not args.no_save:
-        report.save(__file__, rows, report.device_name(device), append=args.append)
+        report.save(__file__, rows, report.device_name(args.device), append=args.append)
 
 
 if __name__ == "__main__":

@@ -2,15 +2,19 @@
 
 import dataclasses
 import datetime
+import functools
 import json
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch._library import triton as registered
+from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
 
 
@@ -115,6 +119,46 @@ def dump_memory(device: torch.device, path: Path) -> str:
 def below_autograd():
     """A context in which operators are called past autograd, whose part an autograd.Function has taken."""
     return torch._C._AutoDispatchBelowAutograd()
+
+
+class _Later(Sequence):
+    """A sequence that is made when it is first looked at."""
+
+    def __init__(self, make: Callable[[], Sequence]):
+        self._make = functools.cache(make)
+
+    def __getitem__(self, i):
+        return self._make()[i]
+
+    def __len__(self) -> int:
+        return len(self._make())
+
+
+def inline_kernels(library: torch.library.Library, name: str, run: Callable, kernels: Callable[[], Sequence]) -> None:
+    """The compiler sees the Triton launches of an operator's `run` on a GPU in its place, and launches them itself.
+
+    A launch by the compiler costs the host some 5 us, an operator of Python several times that. `run` launches
+    `launched(kernel, tensor)`. Sizes that are symbols leave the operator as it is.
+
+    Args:
+        kernels: the kernels that it and its gradient may launch: their source is a part of the key of what the
+            compiler keeps on disk.
+    """
+    def decompose(mode, op, types, args, kwargs):
+        tensors = [a for a in args if isinstance(a, Tensor)]
+        fixed = all(isinstance(n, int) for t in tensors for n in (*t.shape, *t.stride()))
+        if not fixed or not all(t.is_cuda for t in tensors):
+            return mode.__torch_dispatch__(op, types, args, kwargs)
+        with mode:
+            return run(*args, **kwargs)
+
+    library._register_torch_dispatch_rule(name, FunctionalTensorMode, decompose)
+    registered.triton_ops_to_kernels[f"{library.ns}::{name}"] = _Later(kernels)
+
+
+def launched(kernel: Any, x: Tensor) -> Any:
+    """What is called as `kernel[grid](...)` on x: the kernel, or where x is being compiled what notes the launch."""
+    return torch.library.wrap_triton(kernel) if isinstance(x, FunctionalTensor) else kernel
 
 
 def transforms_active() -> bool:

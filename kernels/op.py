@@ -1,6 +1,7 @@
 """How a kernel becomes an operation that autograd, `torch.func`, `torch.compile` and checkpointing can use.
 
-`raw_op` registers a kernel in the library `latentree`, with a shape rule, so that the compiler sees one opaque node.
+`raw_op` registers a kernel in the library `latentree`, with a shape rule, so that the compiler sees one opaque node, or
+for short kernels their launches.
 `differentiable` gives it derivatives, twice, because no one way serves every caller:
 
 * eager code and `torch.func` go through an `autograd.Function` with a vmap rule and, where there is one, a tangent
@@ -27,7 +28,9 @@ LIBRARY = torch.library.Library("latentree", "DEF")
 Rule = Callable[..., Any]
 
 
-def raw_op(name: str, run: Rule, shapes: Rule, flops: Rule | None = None) -> torch._ops.OpOverload:
+def raw_op(
+    name: str, run: Rule, shapes: Rule, flops: Rule | None = None, kernels: Callable[[], Sequence] | None = None
+) -> torch._ops.OpOverload:
     """Registers `latentree::name`; its schema is read from the annotations of `run`.
 
     Args:
@@ -35,6 +38,8 @@ def raw_op(name: str, run: Rule, shapes: Rule, flops: Rule | None = None) -> tor
         shapes: the same signature; returns empty tensors with the shapes, strides, dtypes and devices of the result.
         flops: the same signature with shapes in place of tensors; FLOPs of a call, by which the compiler judges what
             to recompute under a memory budget. None: next to nothing.
+        kernels: the Triton kernels that `run` and its gradient launch by `core.compat.launched`; the compiler then sees
+            these launches on a GPU, not the op. None: the op is one opaque node.
     """
     LIBRARY.define(name + torch.library.infer_schema(run, mutates_args=()))
     LIBRARY.impl(name, run, "CompositeExplicitAutograd")
@@ -42,6 +47,8 @@ def raw_op(name: str, run: Rule, shapes: Rule, flops: Rule | None = None) -> tor
     op = getattr(torch.ops.latentree, name)
     if flops is not None:
         register_flop_formula(op)(lambda *args, out_shape=None, **rest: flops(*args))
+    if kernels is not None:
+        compat.inline_kernels(LIBRARY, name, run, kernels)
     return op.default
 
 

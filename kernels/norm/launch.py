@@ -8,10 +8,18 @@ imported when a kernel is launched, never before.
 import torch
 from torch import Tensor
 
+from core.compat import launched
 from kernels.norm.config import Launch, launch_of, programs_per_sample
 from kernels.tiles import power_of_two
 
 COLUMNS, DEPTH = 32, 64  # the tile in which partial sums are added
+
+
+def norm_kernels() -> list:
+    """What norms and their gradients launch."""
+    from kernels.norm import triton_norm
+
+    return [triton_norm.norm_forward, triton_norm.norm_backward, triton_norm.finish]
 
 
 def absent(x: Tensor) -> Tensor:
@@ -68,7 +76,7 @@ def norm_forward(
     affine = next((p for p in (weight, bias) if p is not None), None)
     fill = lambda p: x if p is None else p  # noqa: E731
     with torch.cuda.device_of(x):
-        triton_norm.norm_forward[(b * programs,)](
+        launched(triton_norm.norm_forward, x)[(b * programs,)](
             x, fill(y), fill(gate), fill(weight), fill(bias), fill(scale), fill(shift), new, out, stats,
             t, d, programs, b if affine is None else b // affine.shape[0], eps,
             *strides(x), *strides(y), *strides(gate), *strides(scale), *strides(shift),
@@ -128,14 +136,14 @@ def norm_backward(
     fill = lambda p: x if p is None else p  # noqa: E731
     inputs = [fill(p) for p in (x, y, gate, weight, bias, scale, stats, grad, grad_new)]
     with torch.cuda.device_of(x):
-        triton_norm.norm_backward[(b * programs,)](
+        launched(triton_norm.norm_backward, x)[(b * programs,)](
             *inputs, dx, dy, dgate, dscale, dshift, partial, t, d, programs, group,
             *strides(x), *strides(y), *strides(gate), *strides(scale), *strides(grad), *strides(grad_new),
             NORM=kind != "none", LAYER=kind == "layer", GRAD_NEW=grad_new is not None, **flags,
             ROWS=launch.rows, BLOCK=power_of_two(d), STAGES=launch.stages, num_warps=launch.warps,
         )  # fmt: skip
         if slots:
-            triton_norm.finish[(b, -(-d // COLUMNS))](
+            launched(triton_norm.finish, x)[(b, -(-d // COLUMNS))](
                 partial, *inputs[2:6], dgate, *shares, dscale, dshift, d, programs, group,
                 strides(gate)[0], strides(scale)[0], **flags, DEPTH=DEPTH, BLOCK=COLUMNS, num_warps=4,
             )  # fmt: skip

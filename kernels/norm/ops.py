@@ -51,7 +51,8 @@ def _backward_shapes(x, y, gate, weight, bias, scale, shift, stats, grad, grad_n
 
 
 _norm_backward = differentiable(
-    raw_op("norm_backward", _backward, _backward_shapes), fold=folded(lambda: _norm_backward)
+    raw_op("norm_backward", _backward, _backward_shapes, kernels=launch.norm_kernels),
+    fold=folded(lambda: _norm_backward),
 )
 
 
@@ -124,7 +125,7 @@ def _norm_gradients(kept, args, grads):
 
 
 norm = differentiable(
-    raw_op("norm", _norm, _norm_shapes),
+    raw_op("norm", _norm, _norm_shapes, kernels=launch.norm_kernels),
     fold=folded(lambda: norm, shared=(1, 2)),
     keep=lambda args, outputs: (*args[:5], outputs[1]),
     backward=_norm_gradients,
@@ -174,7 +175,7 @@ def _residual_norm_tangent(kept, args, tangents):
 
 
 residual_norm = differentiable(
-    raw_op("residual_norm", _residual_norm, _residual_norm_shapes),
+    raw_op("residual_norm", _residual_norm, _residual_norm_shapes, kernels=launch.norm_kernels),
     fold=folded(lambda: residual_norm, shared=(3, 4)),
     keep=lambda args, out: (out[0], None if args[2] is None else args[1], *args[2:7], out[2]),
     backward=_residual_norm_gradients,
@@ -195,7 +196,7 @@ def _gated_add_gradients(kept, args, grads):
 
 
 gated_add = differentiable(
-    raw_op("gated_add", _gated_add, lambda x, y, gate, gating: x.new_empty(x.shape)),
+    raw_op("gated_add", _gated_add, lambda x, y, gate, gating: x.new_empty(x.shape), kernels=launch.norm_kernels),
     fold=folded(lambda: gated_add),
     keep=lambda args, outputs: (args[1], args[2]),
     backward=_gated_add_gradients,

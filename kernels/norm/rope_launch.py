@@ -7,9 +7,17 @@ Shapes: q, k `[B, T, H, D]` alike, any strides but 1 along D; weights `[W, H*D]`
 import torch
 from torch import Tensor
 
+from core.compat import launched
 from kernels.norm.config import Launch, launch_of, programs_per_sample
 from kernels.norm.launch import COLUMNS, DEPTH, absent, packed, unit
 from kernels.tiles import power_of_two
+
+
+def rope_kernels() -> list:
+    """What QK norm with rotary embedding and its gradient launch."""
+    from kernels.norm import triton_norm, triton_rope
+
+    return [triton_rope.rope_forward, triton_rope.rope_backward, triton_norm.sum_rows]
 
 
 def _strides(x: Tensor | None) -> tuple[int, int, int]:
@@ -60,7 +68,7 @@ def rope_forward(
     programs = programs_per_sample(launch, q.device, b, t)
     inputs = [q if x is None else x for x in (q, k, q_weight, k_weight, cos, sin)]
     with torch.cuda.device_of(q):
-        triton_rope.rope_forward[(b * programs,)](
+        launched(triton_rope.rope_forward, q)[(b * programs,)](
             *inputs, *outs, *rstds, t, h, d // 2, programs, _group(q_weight, b), eps,
             *_strides(q), *_strides(k), *_strides(cos), **_flags(q, k, q_weight, cos, over, pairs, launch),
         )  # fmt: skip
@@ -89,14 +97,14 @@ def rope_backward(
     partial = q.new_empty(b * programs, tensors, width if q_weight is not None else 0, dtype=torch.float32)
     given = [q if x is None else x for x in (*inputs, cos, sin, q_rstd, k_rstd, q_grad, k_grad)]
     with torch.cuda.device_of(q):
-        triton_rope.rope_backward[(b * programs,)](
+        launched(triton_rope.rope_backward, q)[(b * programs,)](
             *given, dq, dk, partial, t, h, d // 2, programs, group, *_strides(q), *_strides(k), *_strides(cos),
             *_strides(q_grad), *_strides(k_grad), **_flags(q, k, q_weight, cos, over, pairs, launch),
         )  # fmt: skip
         if q_weight is not None:
             rows = b // group
             total = q.new_empty(rows, tensors, width, dtype=q_weight.dtype)
-            triton_norm.sum_rows[(rows, -(-tensors * width // COLUMNS))](
+            launched(triton_norm.sum_rows, q)[(rows, -(-tensors * width // COLUMNS))](
                 partial, total, group * programs, tensors * width, DEPTH=DEPTH, BLOCK=COLUMNS, num_warps=4
             )
             sums = [total[:, 0].clone(), absent(q) if k is None else total[:, 1].to(k_weight.dtype, copy=True)]

@@ -56,7 +56,8 @@ def _backward_shapes(q, k, q_weight, k_weight, *rest):
 
 
 _norm_rope_backward = differentiable(
-    raw_op("norm_rope_backward", _backward, _backward_shapes), fold=_folded(lambda: _norm_rope_backward, TABLES)
+    raw_op("norm_rope_backward", _backward, _backward_shapes, kernels=rope_launch.rope_kernels),
+    fold=_folded(lambda: _norm_rope_backward, TABLES),
 )
 
 
@@ -109,7 +110,7 @@ def _tangent(kept, args, tangents):
 
 
 norm_rope = differentiable(
-    raw_op("norm_rope", _forward, _forward_shapes),
+    raw_op("norm_rope", _forward, _forward_shapes, kernels=rope_launch.rope_kernels),
     fold=_folded(lambda: norm_rope, (2, 3, *TABLES)),
     keep=lambda args, outputs: (*args[:6], *outputs[2:]),
     backward=_gradients,
