@@ -5,8 +5,8 @@
 
 A denoising step without guidance: batch 1, 81 frames of 480 x 832 at 24 per second (4,290 video and 84 audio tokens),
 1,024 text tokens, random weights in BF16. Ours has packed projections (`pack_projections`). Diffusers is measured with
-and without compiled blocks, before and after ours, and its faster time counts. The ceiling is the arithmetic of the
-blocks at the device's peak.
+and without compiled blocks, before and after ours, and its faster time counts. "Replayed" is our compiled model as a
+recorded CUDA graph (`core.capture`). The ceiling is the arithmetic of the blocks at the device's peak.
 """
 
 import argparse
@@ -22,6 +22,7 @@ from benchmarks import report  # noqa: E402
 from benchmarks.train_step import measure  # noqa: E402
 from benchmarks.wan_forward import AGAIN, COMPILED, EAGER, compare  # noqa: E402
 from core import devices  # noqa: E402
+from core.capture import replayed  # noqa: E402
 from core.scan import compiled, scan  # noqa: E402
 from core.specs import specs_of  # noqa: E402
 from core.transforms import apply  # noqa: E402
@@ -117,11 +118,14 @@ def peer_inputs(cfg: LTX2Config, given: dict[str, StreamInputs], sizes: Sizes, d
     return out
 
 
-def ours(cfg: LTX2Config, params: Params, given: dict[str, StreamInputs], dtype: torch.dtype, run: Run):
-    """A closure that makes one pass and returns a number of its output."""
+def ours(
+    cfg: LTX2Config, params: Params, given: dict[str, StreamInputs], dtype: torch.dtype, run: Run, replay: bool = False
+):
+    """A closure that makes one pass and returns a number of its output; `replay`: of a recording of the model."""
     inputs = model_inputs(cfg, given, dtype=dtype)
-    square = lambda out: sum(v.float().square().mean() for v in out.values())  # noqa: E731
-    return torch.no_grad()(lambda: square(ltx2.forward(params, cfg, inputs, run=run)))
+    model = lambda inputs: ltx2.forward(params, cfg, inputs, run=run)  # noqa: E731
+    model = replayed(model) if replay else model
+    return torch.no_grad()(lambda: sum(v.float().square().mean() for v in model(inputs).values()))
 
 
 def theirs(cfg: LTX2Config, params: Params, given, sizes: Sizes, dtype: torch.dtype, compile_blocks: bool):
@@ -162,6 +166,7 @@ def main() -> None:
         run = Run(attention=Attention(name), scan=compiled(scan))
         label = f"ours, compiled, attention {name}"
         makers[label] = lambda run=run: ours(cfg, apply(params, bound), given, dtype, run)
+        makers[f"{label}, replayed"] = lambda run=run: ours(cfg, apply(params, bound), given, dtype, run, replay=True)
     makers[AGAIN] = makers[COMPILED]
     flops = block_flops(cfg, sizes.tokens(cfg), dict.fromkeys(names(cfg), sizes.text))
     peak, results = devices.peak_flops(device), {}

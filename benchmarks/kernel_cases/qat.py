@@ -2,11 +2,13 @@
 
 Rates of QAT attention count algorithmic FLOPs: 4 base forward, 10 base backward, base = B H Lq Lk D. The kernels
 execute 6 (K Q, quantised and exact P V) and 14 (scores and dP in both backward kernels, dQ, dK, dV): the case's name
-gives those, so rate * 6/4 or 14/10 is what the matrix units did. Peers are exact attention, which quantises nothing.
+gives those, so rate * 6/4 or 14/10 is what the matrix units did. Peers are exact attention, which quantises nothing, and
+FastVideo's kernel at its defaults where the package `fastvideo_kernel` is installed.
 """
 
 import dataclasses
 import functools
+import importlib.util
 
 import torch
 import torch.nn.functional as F
@@ -53,6 +55,28 @@ def _exact(shape, device):
 
 def _exact_backward(shape, device):
     return backward_of(functools.partial(attention, site="self", backend="sdpa"), *_tensors(shape, device))
+
+
+def _fastvideo(q, k, v):
+    """FastVideo's QAT attention, of contiguous `[B, H, L, D]`."""
+    from fastvideo_kernel.triton_kernels.attn_qat_train import attention as published
+
+    return published(q, k, v, False, q.shape[-1] ** -0.5)
+
+
+def _published(shape, device) -> tuple[dict, dict]:
+    """The published kernel as a peer, forward and backward; none where it is not installed."""
+    if importlib.util.find_spec("fastvideo_kernel") is None:
+        return {}, {}
+
+    def inputs():
+        return [x.transpose(1, 2).contiguous() for x in _tensors(shape, device)]
+
+    def forward():
+        q, k, v = (x.requires_grad_() for x in inputs())
+        return lambda: _fastvideo(q, k, v)
+
+    return {"FastVideo": forward}, {"FastVideo": lambda: backward_of(_fastvideo, *inputs())}
 
 
 def _saved(shape, device, tiles: Plan):
@@ -111,6 +135,9 @@ def _attention_cases(device) -> list[Case]:
             sweep_back = {k: v for n in ("dq", "dkv") for k, v in _variants(n, _swept_backward, device).items()}
         exact = {"exact attention": functools.partial(_exact, shape, device)}
         exact_back = {"exact attention": functools.partial(_exact_backward, shape, device)}
+        if shape == SWEPT:
+            published, published_back = _published(shape, device)
+            exact, exact_back = exact | published, exact_back | published_back
         cases += [
             Case("qat attention fwd (4 base, executes 6)", name, ours, exact, flops=4 * base, variants=sweep),
             Case("qat attention bwd (10 base, executes 14)", name, back, exact_back, flops=10 * base,

@@ -300,3 +300,25 @@ def test_half_precision_sums_in_float32():
     w = torch.ones(2, dtype=torch.bfloat16, device=DEVICE, requires_grad=True)
     NORM(x, eps=1e-6, kind="rms", weight=w).sum().backward()
     torch.testing.assert_close(w.grad.float(), torch.tensor([600.0, -600.0], device=DEVICE), rtol=8e-3, atol=0)
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_the_compiler_sees_the_launches():
+    """Forward and backward graphs hold Triton launches in place of the ops, which would cost the host more."""
+    from functorch.compile import aot_function, nop
+
+    graphs = []
+
+    def note(graph, inputs):
+        graphs.append([str(node.target) for node in graph.graph.nodes])
+        return nop(graph, inputs)
+
+    x, weight = torch.randn(2, 8, 64, device="cuda"), torch.randn(64, device="cuda")
+    x.requires_grad_(), weight.requires_grad_()
+    backend = lambda graph, inputs: aot_function(graph, fw_compiler=note, bw_compiler=note)  # noqa: E731
+    fn = torch.compile(lambda x, w: norm_modulate(x, eps=1e-6, weight=w, kind="rms"), fullgraph=True, backend=backend)
+    fn(x, weight).sum().backward()
+    assert len(graphs) == 2
+    for targets in graphs:
+        assert any("triton_kernel_wrapper" in t for t in targets)
+        assert not any("latentree" in t for t in targets)
