@@ -2,8 +2,8 @@
 
 Rates of QAT attention count algorithmic FLOPs: 4 base forward, 10 base backward, base = B H Lq Lk D. The kernels
 execute 6 (K Q, quantised and exact P V) and 14 (scores and dP in both backward kernels, dQ, dK, dV): the case's name
-gives those, so rate * 6/4 or 14/10 is what the matrix units did. Peers are exact attention, which quantises nothing, and
-FastVideo's kernel at its defaults where the package `fastvideo_kernel` is installed.
+gives those, so rate * 6/4 or 14/10 is what the matrix units did. The peer is exact attention, which quantises nothing;
+where the package `fastvideo_kernel` is installed, in cases of its own FastVideo's kernel at its defaults.
 """
 
 import dataclasses
@@ -64,19 +64,24 @@ def _fastvideo(q, k, v):
     return published(q, k, v, False, q.shape[-1] ** -0.5)
 
 
-def _published(shape, device) -> tuple[dict, dict]:
-    """The published kernel as a peer, forward and backward; none where it is not installed."""
+def _published_cases(device) -> list[Case]:
+    """Ours beside the published kernel; none where it is not installed."""
     if importlib.util.find_spec("fastvideo_kernel") is None:
-        return {}, {}
-
-    def inputs():
-        return [x.transpose(1, 2).contiguous() for x in _tensors(shape, device)]
+        return []
+    b, h, lq, lk, d = SWEPT
+    base, name = float(b * h * lq * lk * d), f"({b},{h},{lq}x{lk},{d})"
+    inputs = lambda: [x.transpose(1, 2).contiguous() for x in _tensors(SWEPT, device)]  # noqa: E731
 
     def forward():
         q, k, v = (x.requires_grad_() for x in inputs())
         return lambda: _fastvideo(q, k, v)
 
-    return {"FastVideo": forward}, {"FastVideo": lambda: backward_of(_fastvideo, *inputs())}
+    published = {"fwd": forward, "bwd": lambda: backward_of(_fastvideo, *inputs())}
+    ours = {"fwd": functools.partial(_forward, SWEPT, device), "bwd": functools.partial(_backward, SWEPT, device)}
+    return [
+        Case(f"qat attention {n}, published", name, {"ours": ours[n]}, {"FastVideo": published[n]}, flops=f * base)
+        for n, f in (("fwd", 4), ("bwd", 10))
+    ]
 
 
 def _saved(shape, device, tiles: Plan):
@@ -135,9 +140,6 @@ def _attention_cases(device) -> list[Case]:
             sweep_back = {k: v for n in ("dq", "dkv") for k, v in _variants(n, _swept_backward, device).items()}
         exact = {"exact attention": functools.partial(_exact, shape, device)}
         exact_back = {"exact attention": functools.partial(_exact_backward, shape, device)}
-        if shape == SWEPT:
-            published, published_back = _published(shape, device)
-            exact, exact_back = exact | published, exact_back | published_back
         cases += [
             Case("qat attention fwd (4 base, executes 6)", name, ours, exact, flops=4 * base, variants=sweep),
             Case("qat attention bwd (10 base, executes 14)", name, back, exact_back, flops=10 * base,
@@ -193,4 +195,4 @@ def _quant_cases(device) -> list[Case]:
 
 def cases(device: torch.device) -> list[Case]:
     """The issue's shape with its sweep, one sequence-parallel rank of the published recipe, cross attention, D 64."""
-    return _attention_cases(device) + _quant_cases(device)
+    return _attention_cases(device) + _published_cases(device) + _quant_cases(device)
