@@ -96,6 +96,19 @@ def linear_gelu(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return out.unflatten(0, x.shape[:-1])
 
 
+def cudnn_attention_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, scale: float
+) -> tuple[Tensor, ...]:
+    """cuDNN's gradients of q, k, v `[B, L, H, D]` for an output and its natural log-sum-exp `[B, H, Lq]`."""
+    grad, *tensors = (x.transpose(1, 2) for x in (grad, q, k, v, out))
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # the state of dropout
+    found = torch.ops.aten._scaled_dot_product_cudnn_attention_backward(
+        grad, *tensors, lse[..., None], unused, unused, None, None, None, q.shape[1], k.shape[1], 0.0, False,
+        scale=scale,
+    )  # fmt: skip
+    return tuple(x.transpose(1, 2) for x in found)
+
+
 def deterministic() -> None:
     """Deterministic kernels for the rest of the process; an operation without one raises.
 

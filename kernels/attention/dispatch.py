@@ -10,6 +10,7 @@ from torch import Tensor
 from core.errors import raise_faults
 from kernels.attention import by_hand, external
 from kernels.attention.flash import flash_attention, strided_fault, tangent_fault
+from kernels.attention.mixed import mixed_attention
 from kernels.attention.reference import attention_reference
 from kernels.attention.sdpa import FAST, ONE, sdpa
 from kernels.attention.table import preferred
@@ -39,6 +40,7 @@ class AttentionRequest:
     capability: tuple[int, int] | None = None
     queries: int = 1
     keys: int = 1
+    grouped: bool = False
     gradients: bool = False
     tangents: bool = False
     positive_scale: bool = True
@@ -87,6 +89,16 @@ def _triton_refusal(request: AttentionRequest) -> str | None:
     return triton_fault(request.device) or tangent_fault() or request.layout_fault
 
 
+def _mixed_refusal(request: AttentionRequest) -> str | None:
+    if request.grouped:
+        return "it takes as many heads of keys and values as of queries"
+    if (reason := _cudnn_refusal(request) or _triton_refusal(request)) is not None:
+        return reason
+    if request.forward_by_hand is not None:
+        return f"its forward pass is our kernel in Gluon, which does not serve: {request.forward_by_hand}"
+    return None
+
+
 def _package_refusal(
     request: AttentionRequest, *, module: str, package: str, majors: tuple[int, ...], largest: int
 ) -> str | None:
@@ -118,6 +130,10 @@ def _run_triton(q, k, v, *, bias, **options):
     return flash_attention(q, k, v, **options)
 
 
+def _run_mixed(q, k, v, *, scale, **others):
+    return mixed_attention(q, k, v, scale=scale)
+
+
 BACKENDS = (
     Backend("sdpa", _run_sdpa, _sdpa_refusal),
     Backend("sdpa_cudnn", functools.partial(sdpa, backends=[ONE["sdpa_cudnn"]]), _cudnn_refusal),
@@ -133,6 +149,7 @@ BACKENDS = (
         functools.partial(_sdpa_refusal, forward_mode=True),
     ),
     Backend("triton", _run_triton, _triton_refusal),
+    Backend("triton_cudnn", _run_mixed, _mixed_refusal),
     Backend(
         "fa3",
         _unmasked(external.fa3),
@@ -237,6 +254,7 @@ def _request(facts: Facts) -> AttentionRequest:
         capability=capability,
         queries=q[1],
         keys=k[1],
+        grouped=q[2] != k[2],
         gradients=facts.gradients,
         tangents=facts.tangents,
         positive_scale=facts.positive_scale,

@@ -68,13 +68,14 @@ def _forward(
     from kernels.attention import launch
 
     if 0 in q.shape or 0 in k.shape:
-        out, lse = _forward_shapes(q, k, v)
+        out, lse = forward_shapes(q, k, v)
         return out.zero_(), lse.fill_(-torch.inf)
     index = (key_mask, starts_q, lens_q, starts_k, lens_k)
     return launch.forward(q, k, v, index, max_q, max_k, causal, scale, precision)
 
 
-def _forward_shapes(q, *rest):
+def forward_shapes(q, *rest):
+    """Empty output `[B, Lq, H, D]` and log-sum-exp `[B, H, Lq]` for q."""
     return torch.empty_like(q), q.new_empty(q.shape[0], q.shape[2], q.shape[1], dtype=torch.float32)
 
 
@@ -101,14 +102,14 @@ def _tangent(
     from kernels.attention import launch
 
     if 0 in q.shape or 0 in k.shape:
-        out, lse = _forward_shapes(q)
+        out, lse = forward_shapes(q)
         return out.zero_(), torch.zeros_like(out), lse.fill_(-torch.inf), torch.zeros_like(lse)
     index = (key_mask, starts_q, lens_q, starts_k, lens_k)
     return launch.tangent(q, k, v, tq, tk, tv, index, max_q, max_k, causal, scale, precision)
 
 
 def _tangent_shapes(q, *rest):
-    return *_forward_shapes(q), *_forward_shapes(q)
+    return *forward_shapes(q), *forward_shapes(q)
 
 
 def _tangent_order(q, *rest):
@@ -200,7 +201,7 @@ flash_tangent = differentiable(
     raw_op("attention_tangent", _tangent, _tangent_order), fold=_fold(lambda: flash_tangent, 6)
 )
 flash_forward = differentiable(
-    raw_op("attention_forward", _forward, _forward_shapes, lambda q, k, *_: 2 * product_flops(q, k)),
+    raw_op("attention_forward", _forward, forward_shapes, lambda q, k, *_: 2 * product_flops(q, k)),
     fold=_fold(lambda: flash_forward, 3),
     keep=lambda args, outputs: (*args[:3], *outputs, *args[3 : 3 + N_INDEX]),
     backward=_gradients,
@@ -208,7 +209,8 @@ flash_forward = differentiable(
 )
 
 
-def _scaled(q: Tensor, scale: float | None) -> float:
+def scaled(q: Tensor, scale: float | None) -> float:
+    """The scale of scores, `D ** -0.5` for None. Raises UserError for one that our kernels do not take."""
     if (fault := tangent_fault()) is not None:
         raise UserError(f"attention: backend 'triton' cannot serve this call: {fault}")
     scale = q.shape[-1] ** -0.5 if scale is None else scale
@@ -234,7 +236,7 @@ def flash_attention(
         raise UserError(f"attention: precision {precision!r} is none of {', '.join(PRECISIONS)}")
     lens = None if lens is None else lens.to(torch.int32)
     out, lse = flash_forward(
-        q, k, v, key_mask, None, None, None, lens, q.shape[1], k.shape[1], causal, _scaled(q, scale), precision
+        q, k, v, key_mask, None, None, None, lens, q.shape[1], k.shape[1], causal, scaled(q, scale), precision
     )
     return (out, lse) if return_lse else out
 
@@ -248,7 +250,7 @@ def flash_varlen(
         (cu[:-1].to(torch.int32), cu.diff().to(torch.int32)) for cu in (cu_q, cu_k)
     )
     out, lse = flash_forward(
-        q[None], k[None], v[None], None, starts_q, lens_q, starts_k, lens_k, max_q, max_k, causal, _scaled(q, scale),
+        q[None], k[None], v[None], None, starts_q, lens_q, starts_k, lens_k, max_q, max_k, causal, scaled(q, scale),
         precision,
     )  # fmt: skip
     return (out[0], lse[0]) if return_lse else out[0]
@@ -265,7 +267,7 @@ def flash_with_tangent(
     """
     lens = None if lens is None else lens.to(torch.int32)
     out, tangent, _, _ = flash_tangent(
-        q, k, v, tq, tk, tv, key_mask, None, None, None, lens, q.shape[1], k.shape[1], causal, _scaled(q, scale),
+        q, k, v, tq, tk, tv, key_mask, None, None, None, lens, q.shape[1], k.shape[1], causal, scaled(q, scale),
         precision,
     )  # fmt: skip
     return out, tangent

@@ -23,11 +23,11 @@ class Row:
 
 
 # The first row that fits counts. "sdpa" is cuDNN where it can serve, then flash, efficient and math. Measured for
-# self attention: at 4290 our forward kernel in Gluon is faster and both passes together are slower, at 32760 both are
-# faster.
+# self attention at 4290 and 32760: our forward kernel in Gluon is 1.10 and 1.13 times as fast as cuDNN's, the backward
+# one 0.93 times.
 TABLE = (
     Row((9, 0), ("triton", "sdpa"), "self", "forward", head_dim=(128, 128), length=(2048, ANY[1]), by_hand=True),
-    Row((9, 0), ("triton", "sdpa"), "self", "backward", head_dim=(128, 128), length=(8192, ANY[1]), by_hand=True),
+    Row((9, 0), ("triton_cudnn", "sdpa"), "self", "backward", head_dim=(128, 128), length=(2048, ANY[1]), by_hand=True),
     Row((9, 0), ("triton", "sdpa"), kind="cross", passes="backward", head_dim=(128, 128), length=(8192, ANY[1])),
     Row((9, 0), ("sdpa",)),
     Row((10, 0), ("fa4", "sdpa"), kind="cross", head_dim=(1, 128)),

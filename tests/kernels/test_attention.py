@@ -121,7 +121,7 @@ def test_names_are_stripped_and_in_any_case():
     assert torch.equal(attention(q, q, q, site="self", backend=" Reference\n"), attention_reference(q, q, q))
     assert Attention(" SDPA_math ").backend == "sdpa_math"
     for wrong in ("", "sdpa cudnn", None, 3):
-        with pytest.raises(UserError, match="unknown backend .*; allowed: auto, sdpa, .*, triton, fa3, fa4, reference"):
+        with pytest.raises(UserError, match="unknown backend .*; allowed: auto, sdpa, .*, triton, triton_cudnn, fa3, fa4, reference"):
             attention(q, q, q, site="self", backend=wrong)
 
 
@@ -142,8 +142,10 @@ LONG = {"queries": 32760, "keys": 32760}
         ({"forward_by_hand": None, "queries": 2000, "keys": 2000}, "sdpa"),
         ({"forward_by_hand": None, "keys": 512}, "sdpa"),
         ({"forward_by_hand": None, "head_dim": 64}, "sdpa"),
-        ({**IN_GLUON, "gradients": True}, "sdpa"),
-        ({**IN_GLUON, **LONG, "gradients": True}, "triton"),
+        ({**IN_GLUON, "gradients": True}, "triton_cudnn"),
+        ({**IN_GLUON, "queries": 2000, "keys": 2000, "gradients": True}, "sdpa"),
+        ({**IN_GLUON, **LONG, "gradients": True}, "triton_cudnn"),
+        ({**IN_GLUON, **LONG, "gradients": True, "grouped": True}, "sdpa"),
         ({"forward_by_hand": None, **LONG, "gradients": True}, "sdpa"),
         ({"return_lse": True}, "triton"),
         ({"tangents": True}, "triton"),
@@ -167,7 +169,7 @@ def test_a_request_says_why_kernels_in_gluon_do_not_serve_it(monkeypatch, capsys
     monkeypatch.setattr(dispatch, "triton_fault", lambda device: None)
     q = torch.empty(1, 32760, 12, 128, dtype=torch.bfloat16, device="meta").requires_grad_()
     auto = lambda x=q, **options: dispatch.order(dispatch.request_of(x, **options))[0]  # noqa: E731
-    assert auto() == auto(q.detach()) == "triton"
+    assert auto() == "triton_cudnn" and auto(q.detach()) == "triton"
     lens, mask = torch.empty(1, device="meta"), torch.empty(1, 32760, device="meta", dtype=torch.bool)
     for options in ({"causal": True}, {"lens": lens}, {"key_mask": mask}, {"bias": lens}):
         assert auto(**options) == auto(q.detach(), **options) == "sdpa"

@@ -187,6 +187,52 @@ def test_forward_by_hand(launched):
 
 
 @hopper_only
+def test_our_forward_and_the_backward_of_cudnn(launched):
+    """As exact as the two by themselves, in every layout, mapped, and compiled; `auto` takes it for long training."""
+    mixed = functools.partial(attention, site="self", backend="triton_cudnn")
+    for layout, lq, lk in (("blhd", 2051, 2049), ("bhld", 300, 2560), ("packed", 2500, 2176)):
+        launched.clear()
+        qkv = [laid_out(x, layout) for x in tensors(2, lq, lk, 6, 6, 128, torch.bfloat16)]
+        weight, leaves = draw((2, lq, 6, 128), 9), [x.detach().requires_grad_() for x in qkv]
+        wide = [x.double().requires_grad_() for x in qkv]
+        out, exact = mixed(*leaves), attention_reference(*wide)
+        found = torch.autograd.grad((out * weight).sum(), leaves)
+        expected = torch.autograd.grad((exact * weight).sum(), wide)
+        for x, y in zip((out, *found), (exact, *expected), strict=True):
+            assert relative(x, y) < BOUND[torch.bfloat16], (layout, relative(x, y))
+        assert launched == ["gluon_forward.forward"]
+        again = torch.compile(mixed, fullgraph=True)(*leaves)
+        for x, y in zip(torch.autograd.grad((again * weight).sum(), leaves), found, strict=True):
+            assert relative(x, y) < BOUND[torch.bfloat16]
+    loss = lambda *x: mixed(*x).float().square().sum()  # noqa: E731
+    parts = [torch.stack([x, 2 * x]) for x in tensors(1, 2100, 2100, 2, 2, 128, torch.bfloat16)]
+    mapped = vmap(grad(loss, argnums=(0, 1, 2)))(*parts)
+    for i in range(2):
+        for x, y in zip(mapped, grad(loss, argnums=(0, 1, 2))(*(p[i] for p in parts)), strict=True):
+            assert relative(x[i], y) < BOUND[torch.bfloat16]
+
+
+def test_what_the_mixed_backend_refuses():
+    """Everything that one of its two halves cannot do, with the reason."""
+    from kernels.attention.dispatch import AttentionRequest, _mixed_refusal
+
+    def refusal(**changes):
+        plain = {"masked": False, "biased": False, "causal": False, "return_lse": False, "forward_by_hand": None}
+        base = {"device": "cuda", "dtype": torch.bfloat16, "head_dim": 128, "capability": (9, 0), "queries": 4096}
+        return _mixed_refusal(AttentionRequest(**(base | plain | changes)))
+
+    assert refusal() is None
+    told = {
+        "as many heads": {"grouped": True}, "no log-sum-exp": {"return_lse": True}, "float16 or bfloat16":
+        {"dtype": torch.float32}, "CUDA device": {"device": "cpu"}, "up to 128": {"head_dim": 256},
+        "additive bias": {"biased": True}, "has a mask": {"forward_by_hand": "it has a mask"},
+        "jvp": {"tangents": True},
+    }  # fmt: skip
+    for text, changes in told.items():
+        assert text in refusal(**changes), (text, refusal(**changes))
+
+
+@hopper_only
 def test_masks_and_few_tiles_and_results_that_must_repeat_take_the_pair(launched):
     """So does the forward pass where the kernel in Gluon does not serve."""
 
