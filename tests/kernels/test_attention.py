@@ -121,7 +121,7 @@ def test_names_are_stripped_and_in_any_case():
     assert torch.equal(attention(q, q, q, site="self", backend=" Reference\n"), attention_reference(q, q, q))
     assert Attention(" SDPA_math ").backend == "sdpa_math"
     for wrong in ("", "sdpa cudnn", None, 3):
-        with pytest.raises(UserError, match="unknown backend .*; allowed: auto, sdpa, .*, triton, .*, fa3, fa4, reference"):
+        with pytest.raises(UserError, match="unknown backend .*; allowed: auto, sdpa, .*, triton, .*, fa4, reference"):
             attention(q, q, q, site="self", backend=wrong)
 
 
