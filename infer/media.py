@@ -19,6 +19,7 @@ from core.errors import UserError, named
 from core.files import atomic_file
 from core.geometry import longest_valid, nearest_valid
 from infer.orientation import orientation, upright
+from infer.sound import Sound, add_track, fit_length, for_aac, mux_samples, opened
 from infer.words import counted
 
 # swscale's SWS_BICUBIC | SWS_FULL_CHR_H_INT | SWS_ACCURATE_RND: its fast default truncates instead of
@@ -131,10 +132,6 @@ def _too_short(path, asked: int, start: int, found: int, in_file: int, fps: Frac
 
 
 def _check_request(path: Path, num_frames: int | None, start: int, size: tuple[int, int] | None) -> None:
-    if path.is_dir():
-        raise UserError(f"{path}: is a folder, expected a video or a picture")
-    if not path.is_file():
-        raise UserError(f"{path}: no such file")
     if num_frames is not None and num_frames < 1:
         raise UserError(f"{path}: num_frames is {num_frames}, expected at least 1")
     if start < 0:
@@ -146,18 +143,13 @@ def _check_request(path: Path, num_frames: int | None, start: int, size: tuple[i
 @contextlib.contextmanager
 def _opened(path: Path) -> Iterator[tuple[Any, Any]]:
     """A file and its first video stream. Raises UserError naming it, also for what fails while it is read."""
-    try:
-        with av.open(str(path)) as container:
-            if not len(container.streams):
-                raise UserError(f"{path}: cannot be decoded as video: it holds no streams, or is cut short")
-            if not container.streams.video:
-                raise UserError(f"{path}: no video stream")
-            stream = container.streams.video[0]
-            if (aspect := stream.sample_aspect_ratio) and abs(aspect - 1) > SQUARE:
-                raise UserError(f"{path}: its pixels are not square ({aspect} as wide as high): make them square first")
-            yield container, stream
-    except av.error.FFmpegError as error:
-        raise UserError(f"{path}: cannot be decoded as video: {error.strerror}") from None
+    with opened(path, "video", "a video or a picture") as container:
+        if not container.streams.video:
+            raise UserError(f"{path}: no video stream")
+        stream = container.streams.video[0]
+        if (aspect := stream.sample_aspect_ratio) and abs(aspect - 1) > SQUARE:
+            raise UserError(f"{path}: its pixels are not square ({aspect} as wide as high): make them square first")
+        yield container, stream
 
 
 def _rate_of(path: Path, stream, asked: Fraction | None) -> float:
@@ -173,7 +165,6 @@ def probe(path: str | Path, fps: float | Fraction | None = None) -> ClipInfo:
     found by decoding only.
     """
     path = Path(path)
-    _check_request(path, None, 0, None)
     rate, times, first = None if fps is None else frame_rate(fps), [], None
     with _opened(path) as (container, stream):
         for packet in container.demux(stream):
@@ -248,29 +239,56 @@ def _check_even(height: int, width: int) -> None:
         raise UserError(f"H.264 in yuv420p needs even sizes, the frames are {height} by {width}: nearest {near}")
 
 
-def write_video(path: str | Path, frames: Tensor, fps: float | Fraction, *, crf: int = 18) -> None:
+def _lasting(sound: Sound, frames: int, rate: Fraction) -> Sound:
+    """The sound as an AAC track takes it, as long as `frames` of picture: cut, or with silence after it."""
+    sound = for_aac(sound)
+    return Sound(fit_length(sound.waveform, max(1, round(frames / rate * sound.rate))), sound.rate)
+
+
+def _exact_times(rate: Fraction, sound: Sound | None) -> dict[str, str]:
+    """Units of time in which the lengths of both tracks are whole numbers; FFmpeg's own is a thousandth of a second."""
+    units = 0 if sound is None else math.lcm(rate.numerator, sound.rate)
+    return {"movie_timescale": str(units)} if 0 < units < 2**31 else {}
+
+
+def write_video(
+    path: str | Path, frames: Tensor, fps: float | Fraction, sound: Sound | None = None, *, crf: int = 18
+) -> None:
     """Writes frames `[T, H, W, 3]`, uint8 or floating in [0, 1], as an H.264 MP4 (yuv420p, BT.709, limited range).
 
-    `fps` is kept exactly as a fraction. `crf` is x264's constant rate factor: 0 lossless, 18 near
-    transparent, 51 worst. The file appears whole or not at all. Raises UserError for odd sizes (with the
-    nearest even ones), other shapes and dtypes, and non-positive rates.
+    `fps` is kept exactly as a fraction. `sound` becomes an AAC track that begins with the first frame and ends with the
+    last: cut, or with silence after it. `crf` is x264's constant rate factor: 0 lossless, 18 near transparent, 51
+    worst. The file appears whole or not at all. Raises UserError for odd sizes (with the nearest even ones), other
+    shapes and dtypes, non-positive rates, and sounds with NaN or infinite samples.
     """
     frames, rate = to_uint8(frames), frame_rate(fps)
     height, width = frames.shape[1:3]
     _check_even(height, width)
-    with atomic_file(path) as part, av.open(str(part), "w", format="mp4", options={"movflags": "+faststart"}) as out:
+    sound = None if sound is None else _lasting(sound, len(frames), rate)
+    options = {"movflags": "+faststart", **_exact_times(rate, sound)}
+    with atomic_file(path) as part, av.open(str(part), "w", format="mp4", options=options) as out:
         stream = out.add_stream("libx264", rate=rate, options={"crf": str(crf)})
         stream.height, stream.width, stream.pix_fmt = height, width, "yuv420p"
         codec = stream.codec_context
         codec.colorspace = codec.color_primaries = codec.color_trc = _BT709
         codec.color_range = _LIMITED_RANGE
+        track = None if sound is None else add_track(out, sound)
         for index, rgb in enumerate(frames.numpy()):
             frame = av.VideoFrame.from_ndarray(rgb, format="rgb24").reformat(
                 format="yuv420p", dst_colorspace=_BT709, dst_color_range=_LIMITED_RANGE, interpolation=_SWSCALE_FLAGS
             )
             frame.pts, frame.time_base = index, 1 / rate
             out.mux(stream.encode(frame))
-        out.mux(stream.encode(None))
+            if track is not None:  # side by side, so that a player finds both where it reads
+                mux_samples(out, track, sound, *_share(sound, index, len(frames)))
+        for one in (stream, track):
+            out.mux([] if one is None else one.encode(None))
+
+
+def _share(sound: Sound, index: int, parts: int) -> tuple[int, int]:
+    """First and last sample (exclusive) of one of `parts` almost equal parts of a sound."""
+    samples = sound.waveform.shape[1]
+    return samples * index // parts, samples * (index + 1) // parts
 
 
 def psnr(a: Tensor, b: Tensor) -> float:
