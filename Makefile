@@ -1,5 +1,6 @@
 # make demo      a small Wan learns a real clip on the CPU and plays it back (outputs/demo)
 # make demo-i2v  the same from the clip's first frame (outputs/demo-i2v)
+# make demo-av   a small LTX-2 learns the clip with its sound (outputs/demo-av)
 # make demo-vae  a small Wan VAE learns the clip and gives it back (outputs/demo-vae)
 # make test      the whole test suite
 PYTHON ?= python3
@@ -11,12 +12,15 @@ TORCH ?= $(shell command -v nvidia-smi >/dev/null 2>&1 && echo 'torch>=2.11' || 
 
 TORCH_INDEX ?=
 
-.PHONY: demo demo-i2v demo-vae test clean
+.PHONY: demo demo-i2v demo-av demo-vae test clean
 demo: $(VENV)/.demo
 	$(BIN)/python -m train.demo --fresh
 
 demo-i2v: $(VENV)/.demo
 	$(BIN)/python -m train.demo --image-to-video --fresh
+
+demo-av: $(VENV)/.demo
+	$(BIN)/python -m train.demo --audio-video --fresh
 
 demo-vae: $(VENV)/.demo
 	$(BIN)/python -m train.demo_vae --fresh

@@ -483,7 +483,8 @@ def describe(model_cls: type[Section], prefix: str = "") -> list[Row]:
         if not sections or type(None) in _members(_slot(field)):
             rows.append(Row(key, type_text(_slot(field)), _default_text(field), field.description or ""))
         if len(_targets(sections)) > 1:
-            rows.append(Row(f"{key}.{TARGET}", "one of " + ", ".join(_targets(sections)), "required", ""))
+            said = "one of " + ", ".join(_targets(sections))
+            rows.append(Row(f"{key}.{TARGET}", said, "required", field.description or ""))
         rows += [row for section in sections for row in describe(section, key + ".")]
     return list({row.key: row for row in reversed(rows)}.values())[::-1]
 

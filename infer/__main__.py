@@ -1,4 +1,4 @@
-"""`python -m infer`: text, pictures and videos to videos, with a pipeline folder or a hub id."""
+"""`python -m infer`: text, pictures, videos and sound to videos, with a pipeline folder or a hub id."""
 
 import argparse
 import sys
@@ -11,17 +11,21 @@ from core import devices
 from core.errors import UserError, exit_status, raise_faults
 from core.files import check_target
 from core.geometry import to_video
+from infer import ltx2_command
 from infer.autoencoders import decode_frames
 from infer.conditions import pad_prompts, read_clip_feature, read_embeddings, save_embeddings
 from infer.flags import DTYPES, parse, prompts_of, sampling_of
 from infer.folder import Pipeline, open_pipeline, with_weights
 from infer.generate import Sampling, generate, start_step
 from infer.hub import PARTS, resolve_model
-from infer.idle import check_idle
+from infer.idle import check_idle, check_kind
 from infer.jobs import Job, Place, Texts, check_jobs, embed_pictures, embed_texts, make_jobs
+from infer.ltx2_folder import is_ltx2
+from infer.ltx2_schedules import LTX2_SAMPLERS
 from infer.media import contact_sheet, frame_rate, read_video, write_video
 from infer.progress import progress
 from infer.prompts import Prompt, Wanted, plan
+from infer.samplers import SAMPLERS
 from infer.words import counted
 from kernels import Attention
 from nn.run import Run
@@ -179,12 +183,21 @@ def needs_of(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:
 
 
 def run(args: argparse.Namespace) -> None:
+    """Samples with a folder of either kind."""
+    prompts = prompts_of(args)
+    wanted = plan(prompts, Path(args.output), args.samples_per_prompt, args.seed)
+    if is_ltx2(args.model):
+        check_kind(args, "LTX-2", LTX2_SAMPLERS)
+        return ltx2_command.run(args, Path(args.model), prompts, wanted)
+    check_kind(args, "Wan", SAMPLERS)
+    return run_wan(args, prompts, wanted)
+
+
+def run_wan(args: argparse.Namespace, prompts: Sequence[Prompt], wanted: Sequence[Wanted]) -> None:
     """Samples the videos and writes the MP4s and the contact sheet, or with `--save-embeds` the embeddings alone.
 
     The transformer stays in memory while its videos are decoded, a few frames at a time.
     """
-    prompts = prompts_of(args)
-    wanted = plan(prompts, Path(args.output), args.samples_per_prompt, args.seed)
     outputs = outputs_of(args, wanted)
     check_outputs(args, wanted, outputs)
     device = devices.resolve(args.device)

@@ -103,7 +103,7 @@ def free(device: torch.device) -> None:
     devices.empty_cache(device)
 
 
-def _user(read: Callable[[], Any], device: torch.device, keep: bool) -> Callable[[Callable[[Any], Any]], Any]:
+def borrowed(read: Callable[[], Any], device: torch.device, keep: bool) -> Callable[[Callable[[Any], Any]], Any]:
     """`run(use)` gives `use(model)` of a model that is read for that call alone, or with `keep` at the first call."""
     held: list[Any] = []
 
@@ -139,7 +139,8 @@ def _without_bars() -> Iterator[None]:
             hub.disable_progress_bars()
 
 
-def _check_package(folder: Path, what: str) -> None:
+def check_package(folder: Path, what: str) -> None:
+    """Raises UserError where `transformers`, which the model `what` of a folder needs, is not installed."""
     if importlib.util.find_spec(PACKAGE) is None:
         raise UserError(f"{folder}: {what} needs the package {PACKAGE}: {INSTALL}")
 
@@ -162,7 +163,8 @@ def kind_of(config: Mapping[str, Any], key: str) -> str:
 # --- text -----------------------------------------------------------------------------------------------------
 
 
-def _tokenizer(folder: Path) -> Any:
+def read_tokenizer(folder: Path) -> Any:
+    """The tokenizer of a folder. Raises UserError for one that cannot be read."""
     try:
         return importlib.import_module(PACKAGE).AutoTokenizer.from_pretrained(folder, local_files_only=True)
     except (OSError, ValueError, KeyError, ImportError) as error:
@@ -190,14 +192,14 @@ def umt5_encoder(folder: str | Path, *, device: torch.device, dtype: torch.dtype
     """
     folder = Path(folder)
     tokens = folder.parent / "tokenizer"
-    _check_package(folder, "the text encoder")
+    check_package(folder, "the text encoder")
     if not tokens.is_dir():
         raise UserError(f"{tokens}: no such folder; the text encoder beside it needs its tokenizer")
     open_checkpoint(folder)
     device = torch.device(device)
 
-    read = lambda: (_tokenizer(tokens), read_model("UMT5EncoderModel", folder, device, dtype))  # noqa: E731
-    run = _user(read, device, keep)
+    read = lambda: (read_tokenizer(tokens), read_model("UMT5EncoderModel", folder, device, dtype))  # noqa: E731
+    run = borrowed(read, device, keep)
 
     def embed(prompts: Sequence[str]) -> list[Tensor]:
         cleaned = [clean_prompt(prompt) for prompt in prompts]
@@ -256,7 +258,7 @@ def load_image_encoder(
             f"{folder}: image encoder {kind_of(config, 'model_type')} cannot be run by this version, only "
             f"{CLIP_VISION!r}; give a precomputed clip_feature instead"
         )
-    _check_package(folder, "the image encoder")
+    check_package(folder, "the image encoder")
     processor_folder = folder.parent / "image_processor"
     if not (processor_folder / "preprocessor_config.json").is_file():
         raise UserError(f"{processor_folder / 'preprocessor_config.json'}: no such file")
@@ -267,7 +269,7 @@ def load_image_encoder(
         processor = importlib.import_module(PACKAGE).CLIPImageProcessor.from_pretrained(processor_folder)
         return processor, read_model("CLIPVisionModel", folder, device, dtype)
 
-    run = _user(read, device, keep)
+    run = borrowed(read, device, keep)
 
     def embed(images: Sequence[Tensor]) -> list[Tensor]:
         def use(pair: tuple[Any, Any]) -> list[Tensor]:

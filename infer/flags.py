@@ -13,9 +13,11 @@ from core.geometry import geometry_rule
 from infer.folder import Defaults
 from infer.generate import Sampling
 from infer.idle import idle_beside_prompts, idle_flags
+from infer.ltx2_schedules import LTX2_SAMPLERS
 from infer.prompts import Prompt, read_prompts
 from infer.samplers import SAMPLERS
 from kernels.attention import BACKENDS
+from nn.ltx2_config import MODALITIES
 from nn.wan_inputs import CHANNELS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -71,7 +73,7 @@ def _what_to_write(p: argparse.ArgumentParser) -> None:
 def _how_to_sample(p: argparse.ArgumentParser) -> None:
     g = p.add_argument_group("how to sample")
     g.add_argument("--steps", type=int, help="denoising steps (default: the folder's, else 50)")
-    g.add_argument("--sampler", choices=sorted(SAMPLERS), help="default: the folder's scheduler")
+    g.add_argument("--sampler", choices=sorted({*SAMPLERS, *LTX2_SAMPLERS}), help="default: the folder's")
     g.add_argument("--flow-shift", type=float, help="shift of the noise schedule (default: the folder's)")
     g.add_argument("--guidance-scale", type=float, help="uncond + scale * (cond - uncond); "
                    "1 turns guidance off (default: the folder's, else 5)")  # fmt: skip
@@ -90,11 +92,70 @@ def _how_to_sample(p: argparse.ArgumentParser) -> None:
                    help="attention kernel (default: auto)")  # fmt: skip
 
 
+def _keyframe(text: str) -> tuple[Path, int, float]:
+    """`picture.png@40` or `picture.png@40:0.8` -> the file, the pixel frame and the strength."""
+    file, at, place = text.rpartition("@")
+    frame, _, strength = place.partition(":")
+    try:
+        found = Path(file), int(frame), float(strength) if strength else 1.0
+    except ValueError:
+        found = None
+    if found is None or not at or not file or found[1] < 0 or not 0 < found[2] <= 1:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected FILE@FRAME or FILE@FRAME:STRENGTH, strength above 0 to 1")
+    return found
+
+
+def _adapter(text: str) -> tuple[Path, float]:
+    """`file.safetensors` or `file.safetensors:0.7` -> the file and its strength."""
+    file, colon, strength = text.rpartition(":")
+    try:
+        return (Path(file), float(strength)) if colon and file else (Path(text), 1.0)
+    except ValueError:
+        return Path(text), 1.0
+
+
+def _blocks(text: str) -> tuple[int, ...] | None:
+    """`28,29` -> `(28, 29)`; `all` -> None."""
+    if text.strip().lower() == "all":
+        return None
+    try:
+        return tuple(int(part) for part in text.split(","))
+    except ValueError:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected numbers of blocks with commas, or all") from None
+
+
+def _ltx2(p: argparse.ArgumentParser) -> None:
+    g = p.add_argument_group("LTX-2")
+    g.add_argument("--modality", choices=tuple(MODALITIES), help="streams to make of a model with both (default: all)")
+    g.add_argument("--sound", metavar="FILE", help="audio to video: the sound, from its beginning; --video is then "
+                   "video to audio: the pictures, whose sound is made")  # fmt: skip
+    g.add_argument("--keyframe", type=_keyframe, action="append", default=[], metavar="FILE@FRAME[:STRENGTH]",
+                   help="a picture that is seen at a frame; may be repeated")  # fmt: skip
+    g.add_argument("--reference", metavar="FILE", help="reference video of an IC-LoRA, which is the first --lora")
+    g.add_argument("--reference-attention", type=float, metavar="A", help="how much of it is seen, 0..1 (default: all)")
+    g.add_argument("--lora", type=_adapter, action="append", default=[], metavar="FILE[:STRENGTH]",
+                   help="adapter beside the weights; may be repeated")  # fmt: skip
+    g.add_argument("--two-stage", action="store_true", help="at half the size first, then larger with the folder's "
+                   "latent_upsampler/ and refined by distilled weights")  # fmt: skip
+    g.add_argument("--refine-lora", type=_adapter, action="append", default=[], metavar="FILE[:STRENGTH]",
+                   help="the distilled adapter of the second stage, where the weights are not distilled")  # fmt: skip
+    g.add_argument("--distilled", action="store_true", help="the weights are distilled, though the folder does not say")
+    g.add_argument("--audio-guidance-scale", type=float, help="of the sound (default: the folder's, else 7)")
+    g.add_argument("--stg-scale", type=float, default=0.0, help="guidance by skipped self-attention (default: 0, off)")
+    g.add_argument("--stg-blocks", type=_blocks, default=(), metavar="N,N", help="in which blocks, or all")
+    g.add_argument("--modality-scale", type=float, default=1.0, help="guidance by each stream alone (default: 1, off)")
+    g.add_argument("--skip-step", type=int, default=0, metavar="K", help="guide every (K + 1)-th step (default: 0)")
+    g.add_argument("--max-batch", type=int, metavar="N", help="largest batch of guidance passes (default: no limit)")
+    g.add_argument("--cuda-graph", action="store_true", help="record the model as a CUDA graph (on a GPU)")
+    g.add_argument("--vae-tile", type=int, metavar="N", help="decode pictures in tiles of N latent pixels a side")
+
+
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     p = argparse.ArgumentParser(
         prog="python -m infer",
-        description="Sample videos with a Wan pipeline in Diffusers' layout: from text, a picture, or a video.",
+        description="Sample videos with a Wan or LTX-2 pipeline in Diffusers' layout: from text, a picture, a video, "
+        "or sound; LTX-2 makes the sound as well.",
         epilog='example: python -m infer --model outputs/demo/export --prompt "a rabbit in a meadow" '
         "--output rabbit.mp4",
     )
@@ -103,6 +164,7 @@ def parser() -> argparse.ArgumentParser:
     _what_to_show(p)
     _what_to_write(p)
     _how_to_sample(p)
+    _ltx2(p)
     return p
 
 

@@ -15,6 +15,13 @@ NOT_EMBEDDED = (
     "guidance_rescale", "two_pass_guidance", "seed", "samples_per_prompt", "video", "strength", "clip_feature",
     "vae_dtype", "vae_strips", "attention_backend",
 )  # fmt: skip
+# Flags that one kind of pipeline has no use for.
+WAN_ONLY = ("clip_feature", "strength", "unconditional", "flow_shift", "vae_strips", "preview_every")
+LTX2_ONLY = (
+    "modality", "sound", "keyframe", "reference", "reference_attention", "lora", "two_stage", "refine_lora",
+    "distilled", "audio_guidance_scale", "stg_scale", "stg_blocks", "modality_scale", "skip_step", "max_batch",
+    "cuda_graph", "vae_tile",
+)  # fmt: skip
 OF_PROMPTS = ("image", "negative_prompt", "seed", "num_frames", "height", "width")  # what a prompt file may say too
 OF_GUIDANCE = ("negative_prompt", "guidance_rescale", "two_pass_guidance", "unconditional")
 
@@ -42,6 +49,15 @@ def idle_flags(args: argparse.Namespace) -> list[str]:
     elif "text" in policy:
         faults += _idle(["negative_prompt"], given, "beside --unconditional text=...")
     return faults + [f"--unconditional names {c} twice" for c in dict.fromkeys(policy) if policy.count(c) > 1]
+
+
+def check_kind(args: argparse.Namespace, kind: str, samplers: Collection[str]) -> None:
+    """Refuses flags that pipelines of this kind (`"Wan"`, `"LTX-2"`) do not have, and samplers of the other."""
+    other, names = ("LTX-2", LTX2_ONLY) if kind == "Wan" else ("Wan", WAN_ONLY)
+    faults = _idle(names, args.given, f"for this {kind} pipeline: of {other} only")
+    if args.sampler is not None and args.sampler not in samplers:
+        faults.append(f"--sampler {args.sampler} is none of {kind}'s: {', '.join(sorted(samplers))}")
+    raise_faults(f"{args.model} cannot be sampled so:", faults)
 
 
 def idle_beside_prompts(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:

@@ -17,14 +17,14 @@ from torch import Tensor
 
 from core.checkpoint import LazyLeaf, LazyTree, open_checkpoint
 from core.errors import UserError, raise_faults
-from core.files import read_json
+from core.files import atomic_folder, read_json
 from core.save import check_metadata
-from core.specs import check
-from core.transforms import Transform, apply
-from nn.config_files import parse_config
+from core.specs import Specs, check
+from nn.config_files import parse_config, save_model
 from nn.ltx2_config import MODALITIES, LTX2Config
-from nn.ltx2_names import from_diffusers, from_official, whole
+from nn.ltx2_names import PREFIXES, from_diffusers, from_official, official_prefix, whole
 from nn.ltx2_official import official_config
+from nn.ltx2_official_parts import PARTS, keys_of_part, opened_as, part_of
 from nn.ltx2_specs import param_specs
 
 CLASS_NAMES = {
@@ -106,16 +106,6 @@ def _read(folder: str | Path, modality: str | None) -> tuple[LTX2Config, str]:
     return from_json(data, str(path), modality), data["_class_name"]
 
 
-def _opened(tree: LazyTree, transform: Transform, cfg: LTX2Config, source: str) -> LazyTree:
-    """The tree under our names, checked against the config's keys and shapes."""
-    try:
-        tree = apply(tree, transform(tree.specs))
-    except UserError as error:
-        raise UserError(f"{source}: {error}") from None
-    check(tree, param_specs(cfg), what=source)
-    return tree
-
-
 def open_transformer(folder: str | Path, modality: str | None = None) -> tuple[LazyTree, LTX2Config]:
     """A transformer folder, Diffusers' or FastVideo's, opened but not read, and its config.
 
@@ -125,7 +115,7 @@ def open_transformer(folder: str | Path, modality: str | None = None) -> tuple[L
     (cfg, kind), tree = _read(folder, modality), open_checkpoint(folder)
     check_metadata(tree, kind)
     transform = from_official(cfg) if kind == FASTVIDEO_CLASS else from_diffusers(cfg)
-    return _opened(tree, transform, cfg, str(folder)), cfg
+    return opened_as(tree, transform, param_specs(cfg), str(folder)), cfg
 
 
 def open_single_file(
@@ -139,11 +129,15 @@ def open_single_file(
     Raises:
         UserError: no config, or keys and shapes that do not fit it; before any tensor is read.
     """
-    tree = open_checkpoint(path)
-    if config is None:
-        config = header_config(tree, str(path))
-    cfg = with_modality(config, modality, str(path))
-    return _opened(tree, from_official(cfg), cfg, str(path)), cfg
+    return _transformer_of(open_checkpoint(path), modality, config, str(path))
+
+
+def _transformer_of(
+    tree: LazyTree, modality: str | None, config: LTX2Config | None, source: str
+) -> tuple[LazyTree, LTX2Config]:
+    """`open_single_file` of an opened file."""
+    cfg = with_modality(header_config(tree, source) if config is None else config, modality, source)
+    return opened_as(tree, from_official(cfg), param_specs(cfg), source), cfg
 
 
 def header_config(tree: LazyTree, source: str) -> LTX2Config:
@@ -156,6 +150,68 @@ def header_config(tree: LazyTree, source: str) -> LTX2Config:
     except (ValueError, KeyError, TypeError):
         raise UserError(f"{source}: the config in its header has no section transformer") from None
     return official_config(section, f"{source}, config in its header")
+
+
+# A model to write: its folder, leaves, the specs that they fit, and its `config.json`.
+Written = tuple[str, LazyTree, Specs, dict[str, Any]]
+
+
+def _model(tree: LazyTree, name: str, config: Any | None, source: str) -> Written:
+    """One model of a single file, checked."""
+    if name == "transformer":
+        leaves, cfg = _transformer_of(tree, None, config, source)
+        return name, leaves, param_specs(cfg), to_json(cfg)
+    leaves, cfg = part_of(tree, name, source, config=config)
+    return name, leaves, PARTS[name].param_specs(cfg), PARTS[name].to_json(cfg)
+
+
+def _models(tree: LazyTree, configs: Mapping[str, Any], source: str) -> list[Written]:
+    """Every model of a single file. Raises UserError with the faults of all, and for keys that are no model's."""
+    owned = {name: keys_of_part(name, tree) for name in PARTS}
+    if any(key.startswith(f"{prefix}transformer_blocks.") for key in tree for prefix in PREFIXES):
+        prefix = official_prefix(tree)
+        owned = {"transformer": {key for key in tree if key.startswith(prefix)}, **owned}
+    known, out = set().union(*owned.values()), []
+    faults = [f"{key} belongs to no model that can be converted" for key in tree if key not in known]
+    for name in (name for name, keys in owned.items() if keys):
+        try:
+            out.append(_model(tree, name, configs.get(name), source))
+        except UserError as error:
+            faults.append(str(error))
+    raise_faults(f"{source}: cannot be split", faults)
+    return out
+
+
+def split_single_file(
+    path: str | Path, output_folder: str | Path, *, configs: Mapping[str, Any] | None = None
+) -> tuple[str, ...]:  # fmt: skip
+    """Converts an official single file to folders in Diffusers' form: transformer, vae, audio_vae, vocoder, connectors.
+
+    A leaf is read and written at a time, in its dtype: memory is bounded by the largest. `output_folder` appears at
+    once with all that the file holds; its text encoder, tokenizer and scheduler come from elsewhere.
+
+    Args:
+        output_folder: new, or an empty folder.
+        configs: by folder, for models that the header says nothing (or too much) about.
+
+    Returns:
+        The folders written.
+
+    Raises:
+        UserError: all faults of all models, keys that belong to none, a folder in use; before anything is written.
+    """
+    target, configs = Path(output_folder), {} if configs is None else configs
+    known = ("transformer", *PARTS)
+    raise_faults("configs", [f"{k} is no model, must be one of {', '.join(known)}" for k in configs if k not in known])
+    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
+        raise UserError(f"{target}: exists already; give a new or an empty folder")
+    models = _models(open_checkpoint(path), configs, str(path))
+    if not models:
+        raise UserError(f"{path}: holds none of {', '.join(known)}")
+    with atomic_folder(target) as part:
+        for name, leaves, wanted, config in models:
+            save_model(part / name, leaves, wanted, config)
+    return tuple(name for name, *_ in models)
 
 
 def merge_base(own: Mapping[str, Tensor | LazyLeaf], base: LazyTree, cfg: LTX2Config) -> dict[str, Tensor | LazyLeaf]:

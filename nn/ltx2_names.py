@@ -63,8 +63,11 @@ def official_prefix(keys: Iterable[str]) -> str:
     raise UserError(f"no key with transformer_blocks after any of {places}: {len(keys)} keys, the first is {keys[:1]}")
 
 
-def _bind(specs: Specs, names: Mapping[str, str], ignored: set[str], what: str) -> Bound:
-    """Moves each `names[key]` to `key`, drops `ignored`, refuses what is missing and whatever else there is."""
+def bind_names(specs: Specs, names: Mapping[str, str], ignored: set[str], what: str) -> Bound:
+    """Moves each `names[key]` to `key`, drops `ignored`, refuses what is missing and whatever else there is.
+
+    Raises UserError that lists every missing and every unexpected key.
+    """
     taken = set(names.values())
     faults = [f"missing {name}" for name in names.values() if name not in specs]
     rest = [key for key in specs if key not in taken and key not in ignored]
@@ -81,7 +84,7 @@ def from_diffusers(cfg: LTX2Config) -> Transform:
     Binding raises UserError that lists every missing and every unexpected key.
     """
     names = {key: key for key in param_specs(cfg)}
-    return lambda specs: _bind(specs, names, foreign_keys(cfg), f"LTX-2 ({cfg.modality}) from Diffusers' names")
+    return lambda specs: bind_names(specs, names, foreign_keys(cfg), f"LTX-2 ({cfg.modality}) from Diffusers' names")
 
 
 def _speller(specs: Specs) -> Callable[[str], str]:
@@ -103,7 +106,7 @@ def from_official(cfg: LTX2Config) -> Transform:
         connectors = {key for key in specs if key.removeprefix(prefix).split(".")[0] in CONNECTORS}
         ignored = beside | connectors | {spell(key) for key in foreign_keys(cfg)}
         names = {key: spell(key) for key in param_specs(cfg)}
-        return _bind(specs, names, ignored, f"LTX-2 ({cfg.modality}) from official names")
+        return bind_names(specs, names, ignored, f"LTX-2 ({cfg.modality}) from official names")
 
     return bind
 

@@ -6,39 +6,49 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from core.errors import UserError, raise_faults
 from core.files import read_json
-from infer.autoencoders import Vae, load_vae
-from infer.encoders import ImageEncoder, TextEncoder, load_image_encoder, load_text_encoder, read_mapping
-from infer.folder import INDEX
+from infer.autoencoders import AudioVae, Vae, load_audio_vae, load_vae
+from infer.encoders import ImageEncoder, load_image_encoder
 from infer.schedules import is_int
-from nn import wan
 from train.config import Recipe
+from train.families import Family, family_of
 from train.online import encode_folders
 from train.precision import FLOATS
 from train.preprocess.record import recorded_folders
 
-# Pixels and frames per latent where the data set's VAE cannot be read: Wan 2.1's, and Wan 2.2's with 48 channels.
-VAE_STRIDES, VAE_STRIDES_48 = (8, 4), (16, 4)
-STRIDE_KEYS = (("spatial", "temporal"), ("scale_factor_spatial", "scale_factor_temporal"))
+# How configs of VAEs call pixels and frames per latent.
+STRIDE_KEYS = (
+    ("spatial", "temporal"),
+    ("scale_factor_spatial", "scale_factor_temporal"),
+    ("spatial_compression_ratio", "temporal_compression_ratio"),
+)
 
 
 @dataclasses.dataclass(frozen=True)
 class Components:
-    """The models that latents, captions and pictures are encoded with: their folders, and themselves where we run them.
-
-    `expand_timesteps`: the model takes a picture as a clean first latent frame (Wan2.2's 5B).
+    """The models that latents, captions and pictures are encoded with, by name (`vae`, `text_encoder`, ...): their
+    folders (None: there is none), and themselves where we run them.
     """
 
-    vae_folder: Path | None
-    text_folder: Path | None
-    vae: Vae | None
-    text: TextEncoder | None
-    image_folder: Path | None = None
-    image: ImageEncoder | None = None
-    expand_timesteps: bool = False
+    folders: Mapping[str, Path | None]
+    models: Mapping[str, Any]
+
+    @property
+    def vae(self) -> Vae | None:
+        """The video VAE, where it is run."""
+        return self.models.get("vae")
+
+    @property
+    def sound(self) -> AudioVae | None:
+        """The audio VAE, where it is run."""
+        return self.models.get("audio_vae")
+
+    @property
+    def text(self) -> Any:
+        """What embeds captions, where it can be run."""
+        return self.models.get("text_encoder")
 
 
 def data_roots(data_path: str | tuple[str, ...] | Mapping[str, int]) -> list[Path]:
@@ -57,86 +67,75 @@ def beside(roots: list[Path], init_from: str | None, name: str) -> Path | None:
     return next((p for p in places if (p / "config.json").is_file()), None)
 
 
-def find_folders(recipe: Recipe, cfg: wan.WanConfig) -> dict[str, Path | None]:
-    """The folders of the VAE and of the encoders that a model has a place for; None for what is nowhere.
+def find_folders(recipe: Recipe, cfg: Any) -> dict[str, Path | None]:
+    """The folders of the models that a transformer has a place for; None for what is nowhere.
 
     Raises:
         UserError: a folder that the recipe names and that is not there, or that the model has no use for.
     """
     roots, init_from = data_roots(recipe.training.data.data_path), recipe.models.student.init_from
     folders, faults, own = {}, [], encode_folders(recipe.training.data)
-    for name in ("vae", "text_encoder", "image_encoder"):
+    for name, without in family_of(recipe).parts(cfg).items():
         asked = getattr(recipe.pipeline, name)
-        found = beside(roots, init_from, name) if own is None else own[name]
-        folders[name] = found if asked is None else Path(asked)
+        found = beside(roots, init_from, name) if own is None else own.get(name)
+        folders[name] = None if without else found if asked is None else Path(asked)
         if asked is not None and not (Path(asked) / "config.json").is_file():
             faults.append(f"pipeline.{name}: {asked} has no config.json")
-    if cfg.image_dim is None:
-        folders["image_encoder"] = None
-        if recipe.pipeline.image_encoder is not None:
-            faults.append("pipeline.image_encoder: the model takes no image features (its image_dim is null)")
+        if asked is not None and without:
+            faults.append(f"pipeline.{name}: {without}")
     raise_faults("models around the transformer", faults)
     return folders
 
 
-def find_components(recipe: Recipe, cfg: wan.WanConfig, device: torch.device, dtype: torch.dtype) -> Components:
-    """VAE and encoders of the run; each may be missing, or known by its folder only.
+def find_components(recipe: Recipe, cfg: Any, device: torch.device, dtype: torch.dtype) -> Components:
+    """The models around the transformer of a run; each may be missing, or known by its folder only.
 
-    For validation all are opened on `device`, the encoders in `dtype`, and as in inference Wan's VAE, UMT5 and CLIP
-    are read by the call that needs them and freed after it.
+    For validation all are opened on `device`, the encoders in `dtype`, and as in inference large ones are read by the
+    call that needs them and freed after it.
 
     Raises:
         UserError: a folder that the recipe names and that is not there, or that validation needs and
             cannot be run.
     """
-    folders, expand = find_folders(recipe, cfg), expands_timesteps(recipe, cfg)
-    paths = (folders["vae"], folders["text_encoder"])
-    text = lambda folder: load_text_encoder(folder, device=device, dtype=dtype)  # noqa: E731
+    family, folders = family_of(recipe), find_folders(recipe, cfg)
+    loaders = _loaders(recipe, family, cfg, folders, device, dtype)
     if recipe.callbacks.validation is None:
-        return Components(*paths, None, _maybe(text, paths[1]), folders["image_encoder"], None, expand)
-    loaders: dict[str, Callable[[Path], Any]] = {
-        "vae": lambda f: load_vae(f, device=device, dtype=FLOATS[recipe.pipeline.vae_dtype], keep=False),
-        "text_encoder": text,
-        "image_encoder": lambda f: _fitting(load_image_encoder(f, device=device, dtype=dtype), cfg, f),
-    }
-    needed = {k: load for k, load in loaders.items() if k != "image_encoder" or cfg.image_dim is not None}
+        text = _maybe(loaders["text_encoder"], folders["text_encoder"])
+        return Components(folders, {} if text is None else {"text_encoder": text})
+    needed = [name for name, without in family.parts(cfg).items() if not without and name in loaders]
     raise_faults(
         "callbacks.validation cannot sample videos",
         [f"no {n}/ beside the data or in init_from; name it in pipeline.{n}" for n in needed if folders[n] is None],
     )
-    found = {name: load(folders[name]) for name, load in needed.items()}
-    image = found.get("image_encoder")
-    return Components(*paths, found["vae"], found["text_encoder"], folders["image_encoder"], image, expand)
-
-
-def expands_timesteps(recipe: Recipe, cfg: wan.WanConfig) -> bool:
-    """Whether a picture is the model's clean first latent frame: as the recipe says, else as `init_from` does.
-
-    Raises:
-        UserError: a model that takes pictures in another way.
-    """
-    where, value = "pipeline.expand_timesteps", recipe.pipeline.expand_timesteps
-    init_from = recipe.models.student.init_from
-    if value is None and init_from is not None and (Path(init_from) / INDEX).is_file():
-        where = f"{Path(init_from) / INDEX}: expand_timesteps"
-        value = read_mapping(Path(init_from) / INDEX).get("expand_timesteps")
-    if value is not None and not isinstance(value, bool):
-        raise UserError(f"{where} is {value!r}, expected true or false")
-    if value and (cfg.condition_channels or cfg.image_dim is not None):
+    found = Components(folders, {name: loaders[name](folders[name]) for name in needed})
+    if found.sound is not None and found.sound.decode is None:
         raise UserError(
-            f"{where} is true, but this model takes pictures by condition channels or features "
-            f"(in_channels {cfg.in_channels}, out_channels {cfg.out_channels}, image_dim {cfg.image_dim})"
+            f"callbacks.validation cannot sample sound: {folders['audio_vae']} decodes to spectrograms, which need a "
+            "vocoder; there is no vocoder/ beside the data or in init_from; name it in pipeline.vocoder"
         )
-    return value is True
+    return found
 
 
-def _fitting(encoder: ImageEncoder, cfg: wan.WanConfig, folder: Path) -> ImageEncoder:
+def _loaders(
+    recipe: Recipe, family: Family, cfg: Any, folders: Mapping[str, Path | None], device, dtype
+) -> dict[str, Callable[[Path], Any]]:
+    """How each model is opened from its folder."""
+    how = {"device": device, "dtype": FLOATS[recipe.pipeline.vae_dtype], "keep": False}
+    return {
+        "vae": lambda f: load_vae(f, **how),
+        "audio_vae": lambda f: load_audio_vae(f, folders["vocoder"], **how),
+        "text_encoder": lambda f: family.open_text(f, cfg, device, dtype),
+        "image_encoder": lambda f: _fitting(load_image_encoder(f, device=device, dtype=dtype), cfg, f),
+    }
+
+
+def _fitting(encoder: ImageEncoder, cfg: Any, folder: Path) -> ImageEncoder:
     if encoder.dim != cfg.image_dim:
         raise UserError(f"{folder}: it makes features of width {encoder.dim}, the model takes {cfg.image_dim}")
     return encoder
 
 
-def _maybe(load: Callable[[Path], TextEncoder], folder: Path | None) -> TextEncoder | None:
+def _maybe(load: Callable[[Path], Any], folder: Path | None) -> Any:
     """The encoder, for the empty caption; None where there is none or it is of a kind we cannot run."""
     try:
         return None if folder is None else load(folder)
@@ -144,33 +143,14 @@ def _maybe(load: Callable[[Path], TextEncoder], folder: Path | None) -> TextEnco
         return None
 
 
-def empty_caption(recipe: Recipe, cfg: wan.WanConfig, text: TextEncoder | None) -> Tensor:
-    """The embedding `[L, text_dim]` of the empty caption, zero-padded; zeros where no encoder can be run.
-
-    L is `training.data.text_padding_length`, else the encoder's length, else 512 (Wan's).
+def strides(components: Components, family: Family, cfg: Any) -> tuple[int, int]:
+    """Pixels and frames per latent: of the VAE, of its config where it is not loaded, else as the model's usually are.
     """
-    length = recipe.training.data.text_padding_length
-    if length is None:
-        length = 512 if text is None else text.max_length
-    empty = torch.zeros(length, cfg.text_dim)
-    # Embedded only when it is used: a large encoder takes minutes to read.
-    if text is not None and recipe.training.data.training_cfg_rate > 0:
-        (embedding,) = text.embed([""])
-        if embedding.shape[0] > length or embedding.shape[1] != cfg.text_dim:
-            raise UserError(
-                f"the text encoder gives {list(embedding.shape)} for an empty caption, the model takes at most "
-                f"[{length}, {cfg.text_dim}] (text_dim)"
-            )
-        empty[: embedding.shape[0]] = embedding
-    return empty
-
-
-def strides(components: Components, channels: int) -> tuple[int, int]:
-    """Pixels and frames per latent: of the VAE, of its config where it is not loaded, else Wan's by channels."""
     if components.vae is not None:
         return components.vae.spatial, components.vae.temporal
-    config = {} if components.vae_folder is None else read_json(components.vae_folder / "config.json")
+    folder = components.folders["vae"]
+    config = {} if folder is None else read_json(folder / "config.json")
     for pair in STRIDE_KEYS:
         if all(is_int(config.get(k)) for k in pair):
             return config[pair[0]], config[pair[1]]
-    return VAE_STRIDES_48 if channels == 48 else VAE_STRIDES
+    return family.strides(cfg)

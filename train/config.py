@@ -11,16 +11,19 @@ from pydantic import BeforeValidator, Field, model_validator
 
 from core.config import Label, Section, load_config, raise_field_faults, show
 from core.geometry import nearest_valid
+from infer.schedules import is_int
 from train.preprocess.metadata import PARSERS
 from train.preprocess.settings import Encoding
 
 Attention = Literal[
-    "auto", "reference", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "triton", "fa3", "fa4"
+    "auto", "reference", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "triton", "triton_cudnn",
+    "fa3", "fa4",
 ]
-Sampler = Literal["euler", "unipc"]
+Sampler = Literal["euler", "unipc", "gradient_estimation", "res_2s"]
 Scalar = bool | int | float | str | None
 Override = Annotated[Scalar | tuple[Scalar, ...], Label("scalar or list")]
 Positive = Annotated[int, Field(ge=1)]
+Modality = Literal["audio_video", "video", "audio"]
 
 
 def _spelled(value: Any) -> Any:
@@ -29,9 +32,6 @@ def _spelled(value: Any) -> Any:
 
 
 Float = Annotated[Literal["fp32", "bf16"], BeforeValidator(_spelled)]
-
-# Video frames per latent frame after the first, by model target.
-TEMPORAL_STRIDE = {"wan": 4}
 
 
 class Wan(Section):
@@ -44,11 +44,50 @@ class Wan(Section):
     trainable: bool = Field(True, description="Whether the weights are updated.")
     attention_backend: Attention = Field("auto", description="Attention kernel of this model.")
 
+    @property
+    def temporal_stride(self) -> int:
+        """Video frames per latent frame after the first."""
+        return 4
+
+
+class LTX2(Section):
+    """An LTX-2 transformer of video, audio or both."""
+
+    target: Literal["ltx2"] = Field(alias="_target_", description="Kind of model.")
+    init_from: str | None = Field(None, description="Folder of an LTX-2 pipeline with the starting weights.")
+    preset: str | None = Field(None, description="Named architecture; null: the config found in init_from.")
+    config: dict[str, Override] = Field({}, description="Architecture values that replace the preset's.")
+    trainable: bool = Field(True, description="Whether the weights are updated.")
+    attention_backend: Attention = Field("auto", description="Attention kernel of this model.")
+    modality: Modality | None = Field(
+        None, description="LTX-2's streams that are made; null: those of init_from, else audio_video."
+    )
+    frozen: Literal["video", "audio"] | None = Field(
+        None, description="LTX-2's stream that is given: clean, without a loss, its weights not updated; null: none."
+    )
+
+    @property
+    def temporal_stride(self) -> int:
+        """Video frames per latent frame after the first."""
+        factors = self.config.get("vae_scale_factors")
+        return factors[0] if isinstance(factors, tuple) and factors and is_int(factors[0]) else 8
+
+    @model_validator(mode="after")
+    def _check(self):
+        faults = []
+        if "modality" in self.config:
+            faults.append(("config.modality", "is models.student.modality: set it there"))
+        if self.frozen is not None and self.modality not in (None, "audio_video"):
+            what = f"needs modality: audio_video, which is {self.modality}"
+            faults.append(("frozen", what))
+        raise_field_faults(faults)
+        return self
+
 
 class Models(Section):
     """The models of a run by role."""
 
-    student: Wan
+    student: Wan | LTX2 = Field(discriminator="target", description="The model that is trained.")
 
 
 class SFT(Section):
@@ -79,7 +118,7 @@ class Data(Section):
     encode: Encode | None = Field(
         None, description="Encode the clips of a metadata file at every step; null: data_path is preprocessed."
     )
-    preprocessed_data_type: Literal["t2v", "i2v", "t2va", "text_only"] = Field(
+    preprocessed_data_type: Literal["t2v", "i2v", "t2va", "t2a", "text_only"] = Field(
         "t2v", description="Row type of the files."
     )
     dataloader_type: Literal["map", "streaming"] = Field(
@@ -185,11 +224,18 @@ class Checkpoint(Section):
 class ModelTraining(Section):
     """The loss, and how memory is traded for compute."""
 
-    weighting_scheme: Literal["uniform", "logit_normal"] = Field(
-        "uniform", description="Density of the training timesteps, before pipeline.flow_shift."
+    weighting_scheme: Literal["uniform", "logit_normal", "shifted_logit_normal"] | None = Field(
+        None,
+        description="Density of the noise levels. Wan: uniform (null) or logit_normal, before pipeline.flow_shift. "
+        "LTX-2: shifted_logit_normal (null), whose mean follows from the number of tokens, or uniform.",
     )
-    logit_mean: float = Field(0.0, description="Mean of the logit-normal density.")
-    logit_std: float = Field(1.0, gt=0, description="Standard deviation of the logit-normal density.")
+    logit_mean: float = Field(0.0, description="Mean of Wan's logit-normal density.")
+    logit_std: float = Field(1.0, gt=0, description="Standard deviation of the logit-normal densities.")
+    timestep_uniform_prob: float = Field(
+        0.1, ge=0, le=1, description="Share of LTX-2's noise levels that are drawn uniformly instead."
+    )
+    video_loss_weight: float = Field(1.0, ge=0, description="What LTX-2's video loss counts in the sum.")
+    audio_loss_weight: float = Field(1.0, ge=0, description="What LTX-2's audio loss counts in the sum.")
     loss_weighting: Literal["none", "sigma_sqrt", "cosmap"] = Field(
         "none", description="Weight of the loss by sigma (Esser et al., 2024)."
     )
@@ -207,6 +253,9 @@ class ModelTraining(Section):
     )
     activation_offload: bool = Field(
         False, description="Keep what recomputed groups start from in host memory until the backward pass."
+    )
+    pack_attention_projections: bool = Field(
+        False, description="Compute q, k, v of attention by one matrix each for self- and cross-attention."
     )
     enable_torch_compile: bool = Field(False, description="Compile the transformer block, once for all blocks.")
     activation_memory_budget: float = Field(
@@ -331,8 +380,11 @@ class Validation(Section):
     sampling_steps: tuple[Positive, ...] = Field(
         min_length=1, description="Denoising steps; each entry gives one video per prompt."
     )
-    sampler: Sampler = Field("unipc", description="Sampler of the videos.")
+    sampler: Sampler | None = Field(None, description="Sampler of the videos; null: unipc for Wan, euler for LTX-2.")
     guidance_scale: float = Field(1.0, ge=0, description="uncond + scale * (cond - uncond); 1: no guidance.")
+    audio_guidance_scale: float | None = Field(
+        None, ge=0, description="The same for LTX-2's audio; null: as guidance_scale."
+    )
     num_frames: int | None = Field(None, ge=1, description="Frames per video; null: as in training.")
     height: int | None = Field(None, ge=1, description="Height in pixels; null: as in training.")
     width: int | None = Field(None, ge=1, description="Width in pixels; null: as in training.")
@@ -356,7 +408,9 @@ class Pipeline(Section):
     vae: str | None = Field(
         None, description="Folder of the VAE of the latents; null: beside the data, or init_from's."
     )
-    vae_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of Wan's VAE in validation.")
+    vae_dtype: Literal["fp32", "bf16"] = Field("fp32", description="Arithmetic of the VAE in validation.")
+    audio_vae: str | None = Field(None, description="Folder of LTX-2's audio VAE; null: likewise.")
+    vocoder: str | None = Field(None, description="Folder of LTX-2's vocoder; null: likewise.")
     text_encoder: str | None = Field(None, description="Folder of the text encoder; null: likewise.")
     image_encoder: str | None = Field(
         None, description="Folder of the image encoder, for models with image features; null: likewise."
@@ -364,6 +418,61 @@ class Pipeline(Section):
     expand_timesteps: bool | None = Field(
         None, description="Whether a picture is the model's clean first latent frame (Wan2.2 5B); null: as init_from."
     )
+
+
+# Keys that only one kind of model reads.
+OWN_KEYS = {
+    "wan": (
+        "training.data.text_padding_length",
+        "training.model.logit_mean",
+        "pipeline.flow_shift",
+        "pipeline.image_encoder",
+        "pipeline.expand_timesteps",
+    ),
+    "ltx2": (
+        "training.model.timestep_uniform_prob",
+        "training.model.video_loss_weight",
+        "training.model.audio_loss_weight",
+        "callbacks.validation.audio_guidance_scale",
+        "pipeline.audio_vae",
+        "pipeline.vocoder",
+    ),
+}
+SCHEMES = {"wan": ("uniform", "logit_normal"), "ltx2": ("shifted_logit_normal", "uniform")}
+SAMPLERS = {"wan": ("unipc", "euler"), "ltx2": ("euler", "gradient_estimation", "res_2s")}
+"""Densities and samplers of each kind of model; the first is what null stands for."""
+
+
+def sampler_of(recipe: "Recipe") -> str:
+    """The sampler of a recipe's validation."""
+    asked = recipe.callbacks.validation.sampler
+    return SAMPLERS[recipe.models.student.target][0] if asked is None else asked
+
+
+def _differs(recipe: Section, key: str) -> bool:
+    """Whether a key has another value than its default; those in sections that are null have not."""
+    *parents, last = key.split(".")
+    node = recipe
+    for part in parents:
+        node = None if node is None else getattr(node, part)
+    return node is not None and getattr(node, last) != type(node).model_fields[last].default
+
+
+def _kind_faults(recipe: "Recipe") -> list[tuple[str, str]]:
+    """Keys and values that mean nothing to the kind of model."""
+    kind, faults = recipe.models.student.target, []
+    for other in (k for k in OWN_KEYS if k != kind):
+        what = f"does nothing for models.student._target_: {kind}, only for {other}"
+        faults += [(key, what) for key in OWN_KEYS[other] if _differs(recipe, key)]
+    validation = recipe.callbacks.validation
+    chosen = {
+        "training.model.weighting_scheme": (recipe.training.model.weighting_scheme, SCHEMES[kind]),
+        "callbacks.validation.sampler": (None if validation is None else validation.sampler, SAMPLERS[kind]),
+    }
+    for key, (value, allowed) in chosen.items():
+        if value is not None and value not in allowed:
+            faults.append((key, f"must be one of {', '.join(allowed)} for {kind}, got {value}"))
+    return faults
 
 
 def _frame_faults(key: str, frames: int | None, stride: int) -> list[tuple[str, str]]:
@@ -384,7 +493,7 @@ class Recipe(Section):
 
     @model_validator(mode="after")
     def _check(self):
-        stride, data = TEMPORAL_STRIDE[self.models.student.target], self.training.data
+        stride, data = self.models.student.temporal_stride, self.training.data
         faults = _frame_faults("training.data.num_frames", data.num_frames, stride)
         if not faults and data.num_frames is not None and data.num_latent_t is not None:
             frames = stride * (data.num_latent_t - 1) + 1
@@ -393,7 +502,7 @@ class Recipe(Section):
                 faults.append(("training.data.num_frames", what))
         if self.callbacks.validation is not None:
             faults += _frame_faults("callbacks.validation.num_frames", self.callbacks.validation.num_frames, stride)
-        raise_field_faults(faults)
+        raise_field_faults(faults + _kind_faults(self))
         return self
 
 

@@ -23,6 +23,8 @@ from train import streaming
 from train.order import Entries, Share, batches_from
 from train.preprocess.record import check_complete
 from train.rows import (
+    SOLE_TEXT,
+    TEXT,
     Batch,
     RowType,
     Signature,
@@ -31,7 +33,11 @@ from train.rows import (
     check_shape,
     collate,
     decode_row,
+    lacks,
+    narrowed,
+    rate_of,
     signature_of,
+    unread,
 )
 from train.rows import read_columns as columns_of
 from train.streaming import FileIndex, Group, Streaming, open_parquet
@@ -126,6 +132,8 @@ def _parquet_files(path: Path) -> list[Path]:
 
 def _sizes(file: pq.ParquetFile, column: TensorColumn, path: Path) -> list[tuple[int | None, ...]]:
     """The sizes of one tensor in every row, None for free ones, () where it is absent; no other column is read."""
+    if lacks(column, file.schema_arrow):
+        return [()] * file.metadata.num_rows
     stored = file.read(columns=[f"{column.stem}_shape"], use_threads=False).column(0).to_pylist()
     return [
         () if column.optional and not shape else signature_of(column, check_shape(column, shape, f"{path}, row {row}"))
@@ -176,8 +184,27 @@ def _index(data_path: DataPath, row_type: RowType, manifest: Path | None) -> lis
     return list(zip(files, found.values(), strict=True))
 
 
+def narrow(dataset: Dataset, streams: Sequence[str] | None) -> Dataset:
+    """The data set as a model of these streams sees it, see `rows.narrowed`; the video's text is left out as well where
+    every sample of sound alone has one of its own.
+    """
+    kind = narrowed(dataset.row_type, streams)
+    stems = [column.stem for column in dataset.row_type.channels]
+    of = lambda signature, kind: {c.stem: signature[stems.index(c.stem)] for c in kind.channels}  # noqa: E731
+    if SOLE_TEXT in kind.tensors and all(of(s, kind)[SOLE_TEXT.stem] for s in dataset.signatures):
+        kind = unread(kind, TEXT.stem)
+    signatures = [tuple(of(signature, kind).values()) for signature in dataset.signatures]
+    distinct, numbers = bucketed(signatures)
+    return dataclasses.replace(dataset, row_type=kind, signatures=distinct, buckets=numbers[dataset.buckets])
+
+
 def open_dataset(
-    data_path: DataPath, row_type: RowType, how: Streaming | None = None, manifest: Path | None = None
+    data_path: DataPath,
+    row_type: RowType,
+    how: Streaming | None = None,
+    manifest: Path | None = None,
+    *,
+    streams: Sequence[str] | None = None,
 ) -> Dataset:
     """Opens Parquet files: a file, a folder (searched recursively, sorted), a list of those, or `{path: repeat}`.
 
@@ -187,6 +214,7 @@ def open_dataset(
         how: how to stream it; None: read it as a map.
         manifest: JSON file outside the data that keeps what was read: made when missing, else checked against
             the files' sizes, and then no file is opened.
+        streams: `"video"`, `"audio"`, those that the model has: the tensors of others are not read; None: all.
 
     Raises one UserError that lists every missing path, unreadable file, file of another row type, empty latent
     and bad repeat; and one for sets that `train.preprocess` has not finished.
@@ -202,7 +230,7 @@ def open_dataset(
         files.append(File(file.path, file.bounds))
     if not signatures:
         raise UserError(f"cannot open the dataset: no rows in {', '.join(str(f.path) for f in files)}")
-    return Dataset(row_type, tuple(files), np.concatenate(places), *bucketed(signatures), how)
+    return narrow(Dataset(row_type, tuple(files), np.concatenate(places), *bucketed(signatures), how), streams)
 
 
 def bucketed(signatures: Sequence[Signature]) -> tuple[tuple[Signature, ...], np.ndarray]:
@@ -223,12 +251,13 @@ def first_fps(dataset: Dataset) -> float | None:
     """Frames per second of the first sample of several frames; None where there is none, or it is not noted."""
     if dataset.origin is not None:
         return dataset.origin.fps
-    for name in dataset.files:
+    columns = ["fps", "num_frames"] if "fps" in dataset.row_type.schema.names else []
+    for name in dataset.files if columns else ():
         with open_parquet(name.path) as file:
-            table = file.read(columns=["fps", "num_frames"], use_threads=False).to_pydict()
-        videos = [fps for fps, n in zip(table["fps"], table["num_frames"], strict=True) if n != 1]
+            rows = file.read(columns=columns, use_threads=False).to_pylist()
+        videos = [row for row in rows if row["num_frames"] != 1]
         if videos:
-            return None if not videos[0] else float(videos[0])
+            return rate_of(videos[0])
     return None
 
 

@@ -23,7 +23,7 @@ from infer.media import contact_sheet, psnr, read_video, write_video
 from nn import wan_vae
 from nn.wan_vae import WanVaeConfig
 from train import metrics, vae
-from train.demo import HEIGHT, NUM_FRAMES, WIDTH, find_clip
+from train.demo import TEXT, find_clip
 
 # Wan 2.2's kind in small: shortcuts around its stages, and squares of 2 x 2 pixels folded into channels. Two frames of
 # 4 x 4 pixels become 16 numbers, a sixth of them, since minutes of training do not reach the released VAEs' 1 in 48.
@@ -42,6 +42,7 @@ CONFIG = WanVaeConfig(
     scale_factor_temporal=2,
     scale_factor_spatial=4,
 )
+NUM_FRAMES, HEIGHT, WIDTH = TEXT.num_frames, TEXT.height, TEXT.width
 STEPS = 2500
 LOOKS = 5  # how often the whole clip is reconstructed during training
 

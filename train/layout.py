@@ -4,6 +4,7 @@ import dataclasses
 import datetime
 import os
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -11,7 +12,6 @@ from core.errors import UserError, named, raise_faults
 from core.scan import compiled, recompute, scan
 from core.specs import Specs
 from kernels import Attention
-from nn import wan
 from nn.run import Run
 from parallel import rules
 from parallel.launch import Place, World, check_policy, device_of, start
@@ -20,6 +20,7 @@ from parallel.sequence import heads_fault
 from parallel.tensor import check_heads, tensor_parallel
 from parallel.units import Sharded, ShardOptions, shard, symmetric_faults
 from train.config import Distributed, Recipe
+from train.families import family_of
 from train.order import Share
 from train.precision import FLOATS, classes, policy
 from train.recompute import policy_of
@@ -78,15 +79,20 @@ def mesh_of(recipe: Recipe, world: World) -> Mesh:
     return single(world.device) if world.size == 1 else build_mesh(sizes, world.device)
 
 
-def check_layout(recipe: Recipe, cfg: wan.WanConfig, mesh: Mesh) -> None:
+def check_layout(recipe: Recipe, cfg: Any, mesh: Mesh) -> None:
     """Refuses a mesh that would cut heads, and keys that do nothing or cannot work on this one."""
-    d, tp, sp = recipe.training.distributed, mesh.size("tp"), mesh.size("sp")
+    d, tp, sp, family = recipe.training.distributed, mesh.size("tp"), mesh.size("sp"), family_of(recipe)
+    heads, faults = {name: heads for name, (heads, _) in family.heads(cfg).items()}, []
     with named(f"{KEY}.tp_size"):
-        check_heads(tp, {"num_attention_heads": cfg.num_attention_heads})
-        rules.check(wan.param_specs(cfg), mesh.sizes, rules.Rules())
-    heads, faults = cfg.num_attention_heads // tp, []
-    if fault := heads_fault(heads, heads, sp):
-        faults.append(f"sp_size: {fault}" + (f" (of {cfg.num_attention_heads}, tp_size is {tp})" if tp > 1 else ""))
+        check_heads(tp, heads)
+        rules.check(family.param_specs(cfg), mesh.sizes, rules.Rules())
+    for n in heads.values():
+        if fault := heads_fault(n // tp, n // tp, sp):
+            faults.append(f"sp_size: {fault}" + (f" (of {n}, tp_size is {tp})" if tp > 1 else ""))
+    if sp > 1 and not family.cut(cfg):
+        faults.append(f"sp_size: {sp} processes would share the tokens of a video, which this model has none of")
+    if tp > 1 and recipe.training.model.pack_attention_projections:
+        faults.append("tp_size: training.model.pack_attention_projections would be cut across q, k and v; use 1")
     if mesh.size(*DATA, "sp") == 1:
         idle = {"reshard_after_forward": False, "fsdp_symmetric_memory": True, "pin_cpu_memory": True}
         faults += [
@@ -96,7 +102,7 @@ def check_layout(recipe: Recipe, cfg: wan.WanConfig, mesh: Mesh) -> None:
         ]
     else:
         faults += [f"fsdp_{fault}" for fault in symmetric_faults(shard_options(d), mesh, sharded=True)]
-    raise_faults(KEY, faults)
+    raise_faults(KEY, dict.fromkeys(faults))
 
 
 def data_share(mesh: Mesh) -> Share:
@@ -112,11 +118,13 @@ def microbatch_size(recipe: Recipe, mesh: Mesh) -> int:
 # --- the model ------------------------------------------------------------------------------------------------
 
 
-def stored_specs(recipe: Recipe, cfg: wan.WanConfig) -> Specs:
-    """Specs with the dtypes that weights are stored in: float32 tables stay float32."""
-    stored = FLOATS[recipe.training.dit_precision]
+def stored_specs(recipe: Recipe, cfg: Any) -> Specs:
+    """Specs with the dtypes that weights are stored in: float32 tables stay float32. Projections are joined if asked.
+    """
+    stored, family = FLOATS[recipe.training.dit_precision], family_of(recipe)
     keep = lambda s: dataclasses.replace(s, dtype=torch.float32 if s.keep_fp32 else stored)  # noqa: E731
-    return {k: keep(s) for k, s in wan.param_specs(cfg).items()}
+    found = {k: keep(s) for k, s in family.param_specs(cfg).items()}
+    return family.pack(cfg)(found).specs if recipe.training.model.pack_attention_projections else found
 
 
 def shard_options(d: Distributed) -> ShardOptions:
@@ -132,15 +140,17 @@ def shard_options(d: Distributed) -> ShardOptions:
     )
 
 
-def sharded_model(recipe: Recipe, cfg: wan.WanConfig, mesh: Mesh, compute: torch.dtype) -> Sharded:
+def sharded_model(recipe: Recipe, cfg: Any, mesh: Mesh, compute: torch.dtype) -> Sharded:
     """The model on a mesh of several processes, its leaves allocated and not filled."""
-    names = {dtype: name for name, dtype in FLOATS.items()}
-    table = policy(recipe.training.dit_precision, names[compute])
+    names, family = {dtype: name for name, dtype in FLOATS.items()}, family_of(recipe)
+    table, stored = policy(recipe.training.dit_precision, names[compute]), stored_specs(recipe, cfg)
+    frozen = family.frozen(recipe.models.student, cfg)
     return shard(
-        stored_specs(recipe, cfg),
+        stored,
         mesh,
-        stacks=wan.STACKS,
-        compute={k: table[kind].compute for k, kind in classes(cfg).items()},
+        stacks=family.stacks,
+        compute={k: table[kind].compute for k, kind in classes(stored).items()},
+        trainable=lambda key: key not in frozen,
         options=shard_options(recipe.training.distributed),
     )
 

@@ -2,9 +2,10 @@
 
 One JSON object per line. Every row has `phase` (setup, train, validate, save), `seconds` (how long that piece
 of work took) and, but for setup, `step` (optimiser steps done). There is one train row per optimiser step; it
-further has `loss`, `grad_norm`, `lr`, `tokens_per_second`, `mfu` and `peak_memory_bytes` where known, and
-`data_seconds`, the longest that a process waited for data. Of several processes, losses, norms and tokens are those of
-all, `data_rank` is the one that waited longest, `straggler_rank` the one that needed longest for the step, and
+further has `loss`, `grad_norm`, `lr`, `tokens_per_second`, `mfu` and `peak_memory_bytes` where known, `loss_by_sigma`
+(means by quarter of the noise level), and of models of several streams `loss_video`, `loss_by_sigma_video` and so on;
+`data_seconds` is the longest that a process waited for data. Of several processes, losses, norms and tokens are those
+of all, `data_rank` is the one that waited longest, `straggler_rank` the one that needed longest for the step, and
 `straggler_seconds` how much longer than the fastest (collectives within the step make the fast wait for the slow, so
 this shows what is outside of them). Setup rows have `effective_batch` and `mesh`. A number that is not finite is
 written as null, since JSON has no NaN.

@@ -4,10 +4,11 @@ Clips are indexed as in preprocessing, and `encode_clip` makes the samples, so b
 that was preprocessed with the same settings, models, device and number of threads; order and epochs are the same.
 """
 
+import dataclasses
 import functools
 import hashlib
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +16,7 @@ import numpy as np
 import torch
 
 from core.errors import UserError, raise_faults
-from infer.autoencoders import Vae
+from infer.autoencoders import load_audio_vae, load_vae
 from infer.encoders import UMT5, read_mapping
 from infer.words import counted
 from nn import text_hash
@@ -23,12 +24,26 @@ from train.config import Data, Encode
 from train.data import Dataset, Origin, bucketed
 from train.preprocess.buckets import Bucket, Clip, Unusable, buckets_of, survey
 from train.preprocess.encode import encode_clip
-from train.preprocess.metadata import read_metadata
-from train.preprocess.models import CONFIG, Models, Sources, find_sources, open_models, strides, with_dtype
+from train.preprocess.metadata import Entry, read_metadata
+from train.preprocess.models import (
+    BESIDE,
+    CONFIG,
+    Models,
+    Sources,
+    beside,
+    check_encoders,
+    find_sources,
+    is_gemma,
+    ltx2_config,
+    open_models,
+    stand_ins,
+    strides,
+    with_dtype,
+)
 from train.preprocess.record import MODELS, fingerprint
-from train.preprocess.settings import Encoding
-from train.preprocess.stamps import changed
-from train.rows import RowType, Signature, signature_of
+from train.preprocess.settings import Encoding, noted
+from train.preprocess.stamps import Stamp, changed
+from train.rows import AUDIO, AUDIO_TEXT, TEXT, RowType, Signature, narrowed, signature_of
 
 WIDTHS = {UMT5: "d_model", text_hash.MODEL_TYPE: "dim"}  # the entry of a text encoder's config
 
@@ -37,7 +52,7 @@ def sources_of(encode: Encode, row_type: str, log: Callable[[str], None] = print
     """The folders of the models. Raises UserError for those that are not there: nothing is fitted on the fly."""
     given = (encode.model, encode.vae, encode.text_encoder, encode.image_encoder)
     sources = find_sources(*given, row_type=row_type, log=log)
-    missing = [name for name in MODELS[:2] if getattr(sources, name) is None]
+    missing = [name for name in stand_ins(row_type) if getattr(sources, name) is None]
     raise_faults("models that encode needs", [f"{name}: give its folder, or model" for name in missing])
     return sources
 
@@ -47,21 +62,42 @@ def encode_folders(data: Data) -> dict[str, Path | None] | None:
     if data.encode is None:
         return None
     sources = sources_of(data.encode, data.preprocessed_data_type, log=lambda text: None)
-    return {name: getattr(sources, name) for name in MODELS}
+    found = {name: getattr(sources, name) for name in MODELS}
+    return found | {name: beside(name, found[other]) for name, other in BESIDE.items() if name not in found}
 
 
-def signature(row_type: RowType, bucket: Bucket, vae: Vae, sources: Sources) -> Signature:
-    """The signature of a sample of this bucket, from the configs of the models."""
-    frames = (bucket.frames - 1) // vae.temporal + 1
-    latents = (vae.latent_channels, frames, bucket.height // vae.spatial, bucket.width // vae.spatial)
-    text = read_mapping(sources.text_encoder / CONFIG)
-    shapes = {"vae_latent": latents, "first_frame_latent": latents}
-    shapes["text_embedding"] = (1, text[WIDTHS[text["model_type"]]])
+def signatures_of(kind: RowType, clips: Sequence[Clip], sources: Sources) -> list[Signature]:
+    """The signatures of the samples of clips, from the configs of the models."""
+    vae, widths = load_vae(sources.vae, keep=False), text_widths(kind, sources)
+    fixed: dict[str, tuple[int, ...]] = {TEXT.stem: (1, widths["video"])}
+    if "audio" in widths and AUDIO_TEXT.stem in {column.stem for column in kind.channels}:
+        fixed[AUDIO_TEXT.stem] = (1, widths["audio"])
     if sources.image_encoder is not None:
         config = {"image_size": 224, "patch_size": 32, "hidden_size": 768}  # transformers' defaults
         config |= read_mapping(sources.image_encoder / CONFIG)
-        shapes["clip_feature"] = ((config["image_size"] // config["patch_size"]) ** 2 + 1, config["hidden_size"])
-    return tuple(signature_of(c, shapes[c.stem]) if c.stem in shapes else () for c in row_type.channels)
+        fixed["clip_feature"] = ((config["image_size"] // config["patch_size"]) ** 2 + 1, config["hidden_size"])
+    sound = None if sources.audio_vae is None else load_audio_vae(sources.audio_vae, None)
+
+    @functools.cache
+    def of(bucket: Bucket, fps: float) -> Signature:
+        frames = (bucket.frames - 1) // vae.temporal + 1
+        latents = (vae.latent_channels, frames, bucket.height // vae.spatial, bucket.width // vae.spatial)
+        shapes = {"vae_latent": latents, "first_frame_latent": latents, **fixed}
+        if sound is not None:
+            length = sound.latent_frames(bucket.frames / fps)
+            shapes[AUDIO.stem] = (sound.latent_channels, length, sound.latent_bins)
+        return tuple(signature_of(c, shapes[c.stem]) if c.stem in shapes else () for c in kind.channels)
+
+    return [of(clip.bucket, clip.fps) for clip in clips]
+
+
+def text_widths(kind: RowType, sources: Sources) -> dict[str, int]:
+    """The widths of text embeddings by stream: of a pipeline's connectors, or `video` alone of other encoders."""
+    if not is_gemma(sources.text_encoder):
+        config = read_mapping(sources.text_encoder / CONFIG)
+        return {"video": config[WIDTHS[config["model_type"]]]}
+    widths = {s.name: s.text_dim for s in ltx2_config(sources.text_encoder.parent, kind).streams}
+    return widths if "video" in widths else {"video": widths["audio"]}
 
 
 def usable(placed: Sequence[Clip | Unusable], path: str, skip: bool, log: Callable[[str], None]) -> list[Clip]:
@@ -89,41 +125,78 @@ def sample(
     return encode_clip(clip.entry, clip.bucket, settings, models(), row_type)
 
 
-def identity(clips: Sequence[Clip], settings: Encoding, sources: Sources) -> str:
+def identity(clips: Sequence[Clip], settings: Encoding, sources: Sources, row_type: str) -> str:
     """Changes when a sample would: with names, captions, contents of the clips (see `stamps`), settings and models; not
     with the place of any of them, nor with their times.
     """
     given = {name: getattr(sources, name) for name in MODELS}
+    marks = {name: None if folder is None else fingerprint(folder) for name, folder in given.items()}
     text = {
         "clips": [(c.entry.name, c.entry.caption, None if c.stamp is None else c.stamp.digest) for c in clips],
-        "settings": {name: getattr(settings, name) for name in Encoding.model_fields},
-        "models": {name: None if folder is None else fingerprint(folder) for name, folder in given.items()},
+        "settings": noted(settings, Encoding, row_type),
+        "models": {name: mark for name, mark in marks.items() if name in MODELS[:3] or mark is not None},
     }
     return hashlib.blake2b(json.dumps(text).encode(), digest_size=8).hexdigest()
 
 
+def indexed(
+    entries: Sequence[Entry],
+    buckets: Sequence[Bucket],
+    settings: Encoding,
+    sound: bool,
+    usable: Callable[[Sequence[Clip | Unusable]], list[Clip]],
+    once: Callable[[Callable[[], Any]], Any],
+) -> list[Clip]:
+    """The usable clips; they are probed by the process that `once` chooses, which tells the others."""
+
+    def probed() -> list[dict[str, Any]]:
+        clips = usable(list(survey(range(len(entries)), entries, buckets, settings, sound).values()))
+        stamped = lambda clip: None if clip.stamp is None else dataclasses.asdict(clip.stamp)  # noqa: E731
+        return [{"row": c.row, "bucket": buckets.index(c.bucket), "fps": c.fps, "stamp": stamped(c)} for c in clips]
+
+    def clip(noted: Mapping[str, Any]) -> Clip:
+        stamp = None if noted["stamp"] is None else Stamp(**noted["stamp"])
+        return Clip(noted["row"], entries[noted["row"]], buckets[noted["bucket"]], noted["fps"], stamp)
+
+    return [clip(noted) for noted in once(probed)]
+
+
 def open_online(
-    path: str | Path, row_type: RowType, encode: Encode, device: torch.device, log: Callable[[str], None] = print
+    path: str | Path,
+    row_type: RowType,
+    encode: Encode,
+    device: torch.device,
+    log: Callable[[str], None] = print,
+    *,
+    streams: Sequence[str] | None = None,
+    once: Callable[[Callable[[], Any]], Any] = lambda choose: choose(),
 ) -> Dataset:
     """The data set of a metadata file. Clips are probed and the models checked; their weights are read at the first
     sample, and held.
 
+    Args:
+        log: is told which clips are left out, by the process that probes them.
+        streams: `"video"`, `"audio"`, those that the model has: of others nothing is encoded; None: all.
+        once: `(choose)` -> what `choose()` gives, anything that JSON holds, of the one of several processes that calls
+            it, on all of them (`parallel.launch.agreed`).
+
     Raises UserError for bad settings, metadata or models, and for clips that cannot be used (see `usable`).
     """
-    if row_type.name not in ("t2v", "i2v"):
-        raise UserError(f"encode makes t2v and i2v rows, not {row_type.name}")
-    sources, settings = sources_of(encode, row_type.name), with_dtype(encode, device)
+    if row_type.name not in ("t2v", "i2v", "t2va"):
+        raise UserError(f"encode makes t2v, i2v and t2va rows, not {row_type.name}")
+    kind = narrowed(row_type, streams)
+    sources, settings = sources_of(encode, row_type.name, log), with_dtype(encode, device)
     buckets, entries = buckets_of(settings, *strides(sources)), read_metadata(path)
-    placed = survey(range(len(entries)), entries, buckets, settings)
-    clips = usable(list(placed.values()), str(path), encode.skip_unusable, log)
-    vae = open_models(sources, settings, device, keep=False).vae
-    signatures = {bucket: signature(row_type, bucket, vae, sources) for bucket in buckets}
-    models = functools.cache(lambda: open_models(sources, settings, device))
+    check_encoders(sources, kind)
+    sound = any(column.stem == AUDIO.stem for column in kind.channels)
+    fit = functools.partial(usable, path=str(path), skip=encode.skip_unusable, log=log)
+    clips = indexed(entries, buckets, settings, sound, fit, once)
+    models = functools.cache(lambda: open_models(sources, settings, device, kind))
     origin = Origin(
-        functools.partial(sample, clips, settings, models, row_type),
+        functools.partial(sample, clips, settings, models, kind),
         lambda row: f"{path}, row {clips[row].row} ({clips[row].entry.name})",
         next((clip.fps for clip in clips if clip.bucket.frames > 1), None),
-        identity(clips, settings, sources),
+        identity(clips, settings, sources, row_type.name),
     )
     places = np.stack([np.zeros(len(clips), int), np.arange(len(clips))], axis=1)
-    return Dataset(row_type, (), places, *bucketed([signatures[clip.bucket] for clip in clips]), origin=origin)
+    return Dataset(kind, (), places, *bucketed(signatures_of(kind, clips, sources)), origin=origin)

@@ -7,8 +7,8 @@ import dataclasses
 
 import torch
 
+from core.specs import Specs
 from core.trees import components, has_component
-from nn.wan import WanConfig, param_specs
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16}
 
@@ -51,9 +51,9 @@ def leaf_class(key: str, keep_fp32: bool) -> str:
     return "norm" if any(part.startswith("norm") for part in components(key)) else "matrix"
 
 
-def classes(cfg: WanConfig) -> dict[str, str]:
+def classes(specs: Specs) -> dict[str, str]:
     """The class of every leaf of a model."""
-    return {key: leaf_class(key, spec.keep_fp32) for key, spec in param_specs(cfg).items()}
+    return {key: leaf_class(key, spec.keep_fp32) for key, spec in specs.items()}
 
 
 def table(dit_precision: str, compute_dtype: str) -> str:

@@ -1,19 +1,18 @@
 """The data set that a recipe names: opened, checked against the model, and identified."""
 
 import hashlib
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from core.errors import raise_faults
+from core.errors import UserError, raise_faults
 from core.geometry import nearest_valid
-from nn import wan
-from nn.wan_inputs import check_latent_shape
 from train.components import Components, data_roots, strides
 from train.config import Data, Recipe
-from train.data import Dataset, check_latents, check_tensors, check_text, open_dataset, where
+from train.data import Dataset, check_latents, check_tensors, open_dataset, where
+from train.families import family_of
 from train.online import open_online
 from train.preprocess import record
 from train.preprocess.metadata import PARSERS
@@ -49,32 +48,42 @@ def check_preprocessed(paths: Iterable[Path]) -> None:
     )
 
 
-def open_recipe_data(data: Data, device: torch.device) -> Dataset:
-    """The data set of a recipe, as a map or a stream, or encoded on the fly on `device`."""
+def open_recipe_data(data: Data, device: torch.device, streams: Sequence[str] | None = None) -> Dataset:
+    """The data set of a recipe, as a map or a stream, or encoded on the fly on `device`.
+
+    `streams` are those of the model: the tensors of others are not read; None: all are.
+    """
     path, kind = _plain(data.data_path), row_type(data.preprocessed_data_type)
     if data.encode is not None:
         return open_online(path, kind, data.encode, device)
     check_preprocessed(data_roots(data.data_path))
     if data.dataloader_type == "map":
-        return open_dataset(path, kind)
+        return open_dataset(path, kind, streams=streams)
     manifest = None if data.streaming_manifest_path is None else Path(data.streaming_manifest_path)
     how = Streaming(data.streaming_read_batch_size, data.streaming_shuffle_row_groups)
-    return open_dataset(path, kind, how, manifest)
+    return open_dataset(path, kind, how, manifest, streams=streams)
 
 
-def check_data(recipe: Recipe, cfg: wan.WanConfig, dataset: Dataset, components: Components) -> None:
+def check_data(recipe: Recipe, cfg: Any, dataset: Dataset, components: Components) -> None:
     """Refuses data that do not fit the model or the sizes that `training.data` asks for, naming file and row."""
-    expected = expected_latents(recipe.training.data, cfg.out_channels, strides(components, cfg.out_channels))
-    check_latents(dataset, cfg.out_channels, cfg.patch_size, expected)
-    first = [where(dataset, int((dataset.buckets == i).argmax())) for i in range(len(dataset.shapes))]
-    faults = [f"{row}: {f}" for row, s in zip(first, dataset.shapes, strict=True) for f in check_latent_shape(cfg, s)]
-    raise_faults("latents that do not fit the model", faults)
-    check_text(dataset, cfg.text_dim)
-    if dataset.row_type.name == "i2v":
-        expected = {"first_frame_latent": "vae_latent"}
-        if cfg.image_dim is not None:
-            expected["clip_feature"] = (None, cfg.image_dim)
-        check_tensors(dataset, expected, "image conditions that do not fit the model or the latents")
+    family = family_of(recipe)
+    if (video := family.video(cfg)) is not None:
+        channels, patch = video
+        found, placed = strides(components, family, cfg), family.strides(cfg)
+        if family.placed and found != placed:
+            raise UserError(
+                f"the data's VAE makes latents of {found[0]} pixels and {found[1]} frames, the model's positions are "
+                f"of latents of {placed[0]} and {placed[1]} (vae_scale_factors)"
+            )
+        check_latents(dataset, channels, patch, expected_latents(recipe.training.data, channels, found))
+    first = [where(dataset, int((dataset.buckets == i).argmax())) for i in range(len(dataset.signatures))]
+    stems, faults = [column.stem for column in dataset.row_type.channels], []
+    for row, signature in zip(first, dataset.signatures, strict=True):
+        shapes = dict(zip(stems, signature, strict=True))
+        faults += [f"{row}: {fault}" for fault in family.tensor_faults(cfg, shapes)]
+    raise_faults("samples that do not fit the model", faults)
+    for title, wanted in family.tensors(cfg, dataset.row_type.name).items():
+        check_tensors(dataset, wanted, title)
 
 
 def check_models(recipe: Recipe, components: Components) -> None:
@@ -84,9 +93,8 @@ def check_models(recipe: Recipe, components: Components) -> None:
     the latents of another VAE, `pipeline.vae` names it.
     """
     data, root = recipe.training.data, recipe.models.student.init_from
-    folders = (components.vae_folder, components.text_folder, components.image_folder)
-    found, own = dict(zip(record.MODELS, folders, strict=True)), {}
-    for name in record.MODELS:
+    found, own = dict(components.folders), {}
+    for name in found:
         beside = None if root is None else Path(root) / name
         if beside is not None and getattr(recipe.pipeline, name) is None and (beside / "config.json").is_file():
             own[name] = beside

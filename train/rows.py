@@ -1,7 +1,12 @@
 """Row types of preprocessed Parquet sets: columns, tensors, and how rows become a batch.
 
 A tensor is stored in three columns: `X_bytes` (raw, little-endian, C order), `X_shape` and `X_dtype`. The
-columns are those of FastVideo's preprocessed sets, in their order, so that published sets load.
+columns are those of FastVideo's preprocessed sets, in their order, so that published sets load; a file may lack the
+columns of an optional tensor.
+
+Types with sound: `t2va` (clips) and `t2a` (sound alone). `text_embedding` is the text of the video, and of the sound
+where a row has no `audio_text_embedding`. `narrowed(row_type, streams)`, which `train.data.open_dataset(..., streams=)`
+applies, is a type as a model of one stream sees it: the other stream's tensors are neither read nor in a batch.
 """
 
 import dataclasses
@@ -28,10 +33,13 @@ DTYPES = {
 class Batch:
     """Samples of equal shapes, float32 on the CPU, as dicts of named channels.
 
-    `targets` is what a model learns to make: `video` `[B, C, T, H, W]`, `audio` `[B, S, F, T']`. `conditions` is
-    what it is given: `text` `[B, L, D]` (zero beyond `text_lens`), `image` `[B, M, D']` (features of the first
-    frame), `first_frame` `[B, C, T, H, W]` (latents of a clip that is grey after its first frame).
-    `names` are the rows' ids and `indices` their places in the dataset.
+    `targets` is what a model learns to make: `video` `[B, C, T, H, W]`, `audio` `[B, C, T, F]`. `conditions` is
+    what it is given: `text` `[B, L, D]` (zero beyond `text_lens`), of sound alone that of the sound; `audio_text`
+    `[B, L', D']` (zero beyond `audio_text_lens`), the text of the sound where the rows of both have another than the
+    video's; `image` `[B, M, D'']` (features of the first frame), `first_frame` `[B, C, T, H, W]` (latents of a clip
+    that is grey after its first frame).
+    `names` are the rows' ids, `indices` their places in the dataset, and `fps` the rates of their videos in frames per
+    second; None for pictures, sound, and where it is not noted.
     """
 
     targets: dict[str, Tensor]
@@ -39,6 +47,8 @@ class Batch:
     text_lens: list[int]
     names: list[str]
     indices: list[int]
+    fps: list[float | None] = dataclasses.field(default_factory=list)
+    audio_text_lens: list[int] = dataclasses.field(default_factory=list)
 
     @property
     def latents(self) -> Tensor:
@@ -110,8 +120,10 @@ def _row_type(name: str, tensors: Sequence[TensorColumn], notes: Mapping[str, pa
 
 
 VIDEO = TensorColumn("vae_latent", "CTHW", target="video")
-AUDIO = TensorColumn("audio_latent", "SFT", target="audio")
+AUDIO = TensorColumn("audio_latent", "CTF", target="audio")
 TEXT = TensorColumn("text_embedding", "LD", condition="text", free="L")
+AUDIO_TEXT = TensorColumn("audio_text_embedding", "LD", condition="audio_text", free="L", optional=True)
+SOLE_TEXT = dataclasses.replace(AUDIO_TEXT, condition="text")  # takes the place of text_embedding in a batch
 IMAGE = TensorColumn("clip_feature", "LD", condition="image", optional=True)  # models without CLIP need none
 FIRST_FRAME = TensorColumn("first_frame_latent", "CTHW", condition="first_frame")
 PICTURE = TensorColumn("pil_image", "CHW")
@@ -129,10 +141,43 @@ CLIP_NOTES = {
 
 T2V = _row_type("t2v", (VIDEO, TEXT), CLIP_NOTES)
 I2V = _row_type("i2v", (VIDEO, TEXT, IMAGE, FIRST_FRAME, PICTURE), CLIP_NOTES)
-T2VA = _row_type("t2va", (VIDEO, AUDIO, TEXT), {**CLIP_NOTES, "audio_sample_rate": pa.int64()})
+T2VA = _row_type("t2va", (VIDEO, AUDIO, TEXT, AUDIO_TEXT), {**CLIP_NOTES, "audio_sample_rate": pa.int64()})
+SOUND_NOTES = {
+    "file_name": pa.string(),
+    "caption": pa.string(),
+    "media_type": pa.string(),
+    "duration_sec": pa.float64(),
+    "audio_sample_rate": pa.int64(),
+}
+T2A = _row_type("t2a", (AUDIO, TEXT, SOLE_TEXT), SOUND_NOTES)
 TEXT_ONLY = _row_type("text_only", (TEXT,), {"caption": pa.string()})
 
-ROW_TYPES = {row_type.name: row_type for row_type in (T2V, I2V, T2VA, TEXT_ONLY)}
+ROW_TYPES = {row_type.name: row_type for row_type in (T2V, I2V, T2VA, T2A, TEXT_ONLY)}
+
+
+def unread(row_type: RowType, *stems: str) -> RowType:
+    """The type with these tensors as notes: they are in its files, but not read."""
+    as_note = lambda c: dataclasses.replace(c, target=None, condition=None) if c.stem in stems else c  # noqa: E731
+    return dataclasses.replace(row_type, tensors=tuple(map(as_note, row_type.tensors)))
+
+
+def narrowed(row_type: RowType, streams: Sequence[str] | None) -> RowType:
+    """The type as a model of these streams, `"video"` and `"audio"`, sees it; None: as it is.
+
+    The sound's text becomes `text` where there is no video. Raises UserError for a stream that the rows do not have.
+    """
+    if streams is None:
+        return row_type
+    has = {column.target for column in row_type.tensors} - {None}
+    if lacking := [name for name in streams if name not in has]:
+        found = ", ".join(sorted(has, reverse=True)) if has else "neither video nor audio"
+        raise UserError(f"rows of type {row_type.name} have no {' and no '.join(lacking)}: they hold {found}")
+    if set(streams) == has:
+        return row_type
+    if "audio" not in streams:
+        return unread(row_type, AUDIO.stem, AUDIO_TEXT.stem)
+    tensors = tuple(SOLE_TEXT if column == AUDIO_TEXT else column for column in row_type.tensors)
+    return unread(dataclasses.replace(row_type, tensors=tensors), VIDEO.stem)
 
 
 def read_columns(row_type: RowType) -> list[str]:
@@ -148,18 +193,24 @@ def pad_text(texts: Sequence[Tensor]) -> tuple[Tensor, list[int]]:
 
 def collate(row_type: RowType, rows: Sequence[Mapping[str, Any]], indices: Sequence[int]) -> Batch:
     """Decoded rows of one signature as a `Batch`."""
-    targets, conditions, lens = {}, {}, []
+    targets, conditions, lens = {}, {}, {"text": [], "audio_text": []}
     for column in row_type.channels:
         if column.optional and rows[0].get(column.stem) is None:
             continue
         tensors = [row[column.stem].float() for row in rows]
-        if column.condition == "text":
-            conditions["text"], lens = pad_text(tensors)
+        if column.condition in lens:
+            conditions[column.condition], lens[column.condition] = pad_text(tensors)
         elif column.condition is not None:
             conditions[column.condition] = torch.stack(tensors)
         else:
             targets[column.target] = torch.stack(tensors)
-    return Batch(targets, conditions, lens, [row["id"] for row in rows], list(indices))
+    names, rates = [row["id"] for row in rows], [rate_of(row) for row in rows]
+    return Batch(targets, conditions, lens["text"], names, list(indices), rates, lens["audio_text"])
+
+
+def rate_of(row: Mapping[str, Any]) -> float | None:
+    """Frames per second that a row notes; None for a picture, whose rate is made up, and where none is noted."""
+    return float(row["fps"]) if row.get("fps") and row.get("num_frames") != 1 else None
 
 
 def row_type(name: str) -> RowType:
@@ -184,14 +235,20 @@ def _kind(kind: pa.DataType) -> str:
     return next((name for name, tests in names.items() if any(test(kind) for test in tests)), str(kind))
 
 
+def lacks(column: TensorColumn, schema: pa.Schema) -> bool:
+    """Whether a file has none of the columns of an optional tensor: then no row has it."""
+    return column.optional and not any(part in schema.names for part in stored_columns(column.stem))
+
+
 def check_schema(row_type: RowType, schema: pa.Schema, where: str) -> None:
     """Refuses the columns of another row type.
 
-    Every column of the type must be there with its kind of value. A further tensor (`X_bytes` with
-    `X_shape`) means conditioning that this type would train without, so it is refused; further plain
-    columns are notes and are not read. Raises one UserError with both column lists.
+    Every column of the type must be there with its kind of value, but those of an optional tensor may be missing
+    together. A further tensor (`X_bytes` with `X_shape`) means conditioning that this type would train without, so it
+    is refused; further plain columns are notes and are not read. Raises one UserError with both column lists.
     """
-    missing = [field.name for field in row_type.schema if field.name not in schema.names]
+    lacking = {part for column in row_type.tensors if lacks(column, schema) for part in stored_columns(column.stem)}
+    missing = [field.name for field in row_type.schema if field.name not in {*schema.names, *lacking}]
     expected_tensors = {column.stem for column in row_type.tensors}
     found_tensors = {name.removesuffix("_bytes") for name in schema.names if name.endswith("_bytes")}
     extra = {stem for stem in found_tensors - expected_tensors if f"{stem}_shape" in schema.names}

@@ -40,7 +40,8 @@ def resource_faults(setup: Setup) -> Iterator[None]:
         name = "memory_snapshot" if mesh.world == 1 else f"memory_snapshot_rank_{mesh.rank}"
         path = compat.dump_memory(setup.device, folder / f"{name}.pickle")
         state = blank_state(setup, "meta")
-        held = num_bytes(state.params) * 2 + num_bytes(state.optimizer) + num_bytes(state.ema or {})
+        ema = {} if state.ema is None else state.ema
+        held = sum(map(num_bytes, (state.params, state.trained, state.optimizer, ema)))
         held /= mesh.size("dp_shard", "sp", "tp")
         raise UserError(
             f"out of memory: weights, gradients, moments and EMA take {held / 2**30:.1f} GiB"
@@ -152,8 +153,8 @@ def write_setup_row(setup: Setup, state: TrainState, out: Path, seconds: float) 
     training, mesh = setup.recipe.training, setup.mesh
     batch = setup.microbatch * training.loop.gradient_accumulation_steps
     dtype, size = str(setup.compute).removeprefix("torch."), num_params(state.params)
-    if setup.objective.caption_dropout > 0 and setup.components.text is None:
-        print("note: dropped captions become zeros, since there is no text encoder to embed the empty caption")
+    for remark in setup.family.remarks(setup.recipe, setup.dataset, setup.components.text):
+        print(f"note: {remark}")
     many = "" if mesh.world == 1 else f" of {mesh.world} processes ({axes_text(mesh.sizes)})"
     print(
         f"{f'{size / 1e6:,.1f} M' if size >= 1e5 else size} parameters on {setup.device}{many} in {dtype}, "
@@ -166,6 +167,7 @@ def write_setup_row(setup: Setup, state: TrainState, out: Path, seconds: float) 
         seconds=seconds,
         effective_batch=batch,
         parameters=num_params(state.params),
+        trained_parameters=num_params(state.trained),
         samples=len(setup.dataset),
         device=str(setup.device),
         compute_dtype=str(setup.compute),

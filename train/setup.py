@@ -14,52 +14,49 @@ from core.files import check_target
 from core.rules import cast
 from core.transforms import apply
 from core.trees import Params
-from infer.folder import Defaults
 from kernels import explain_attention
-from nn import wan
 from nn.config_files import parse_config
 from nn.run import Run
-from nn.wan_formats import open_transformer, to_json
 from parallel.launch import World, agreed
 from parallel.mesh import Mesh
 from parallel.units import Sharded, fill
 from train import state as states
-from train.components import VAE_STRIDES, Components, empty_caption, find_components, strides
-from train.config import Recipe, Wan
+from train.components import Components, find_components, strides
+from train.config import LTX2, Recipe, Wan
 from train.data import Dataset, common_shape, first_fps
+from train.families import FAMILIES, Family, family_of
 from train.layout import check_layout, layers_run, mesh_of, microbatch_size, sharded_model, stored_specs
 from train.optim import FUSED_DEVICES, adamw_init
 from train.precision import FLOATS
 from train.recipe_data import check_data, check_models, fingerprint, open_recipe_data
-from train.sft import Objective, image_channels
 from train.state import TrainState
 
-# The row types that a method can train a kind of model with.
-CAPABILITIES: dict[tuple[str, str], tuple[str, ...]] = {("sft", "wan"): ("t2v", "i2v")}
-
+Role = Wan | LTX2
 
 
 @dataclasses.dataclass(frozen=True)
 class Setup:
-    """What a run is made of. `empty` `[L, D]` is the caption that dropout puts in; text is padded to L."""
+    """What a run is made of.
+
+    `frozen` are keys of leaves that are not updated, `empty` what caption dropout puts in (`{channel: [L, D]}`),
+    `defaults` what an export notes for sampling, `notes` what a checkpoint notes of the model beside its config.
+    """
 
     recipe: Recipe
+    family: Family
     mesh: Mesh
     device: torch.device
     compute: torch.dtype
-    cfg: wan.WanConfig
+    cfg: Any
+    frozen: frozenset[str]
     dataset: Dataset
     components: Components
-    objective: Objective
+    objective: Any
     run: Run
-    empty: Tensor
-    defaults: Defaults
+    empty: dict[str, Tensor]
+    defaults: Any
+    notes: dict[str, Any]
     fingerprint: str  # of the data
-
-    @property
-    def text_length(self) -> int:
-        """Tokens to which prompt embeddings are padded."""
-        return self.empty.shape[0]
 
     @property
     def microbatch(self) -> int:
@@ -68,14 +65,12 @@ class Setup:
 
     def record(self) -> dict[str, Any]:
         """What a checkpoint notes beside the tensors: for the export, and for a resuming run to compare."""
-        folder = lambda p: None if p is None else str(p.resolve())  # noqa: E731
+        folders = {k: None if p is None else str(p.resolve()) for k, p in self.components.folders.items()}
         return {
-            "config": to_json(self.cfg),
+            "config": self.family.to_json(self.cfg),
             "sampling": dataclasses.asdict(self.defaults),
-            "vae": folder(self.components.vae_folder),
-            "text_encoder": folder(self.components.text_folder),
-            "image_encoder": folder(self.components.image_folder),
-            "expand_timesteps": self.components.expand_timesteps,
+            **folders,
+            **self.notes,
             "data": {
                 "samples": len(self.dataset),
                 "fingerprint": self.fingerprint,
@@ -94,118 +89,92 @@ def order_of(dataset: Dataset) -> dict[str, Any] | None:
 # --- the model ------------------------------------------------------------------------------------------------
 
 
-def check_capability(recipe: Recipe, cfg: wan.WanConfig) -> None:
-    """Refuses a row type that the method, the kind of model or this model cannot be trained with."""
-    method, student = recipe.method.target, recipe.models.student.target
-    kind, able = recipe.training.data.preprocessed_data_type, CAPABILITIES[method, student]
+def check_capability(recipe: Recipe, cfg: Any) -> None:
+    """Refuses a row type that the kind of model, or this model, cannot be trained with."""
+    family, kind = family_of(recipe), recipe.training.data.preprocessed_data_type
     title = f"training.data.preprocessed_data_type: {kind}"
-    if kind not in able:
-        raise UserError(f"{title} cannot train {student} with method {method}; it takes: {', '.join(able)}")
-    takes = image_channels(cfg)
-    if kind == "t2v" and takes:
-        raise UserError(
-            f"{title} has no image conditions, which this model needs (image_dim, in_channels > out_channels): "
-            "use i2v data"
-        )
-    if kind == "i2v":
-        raise_faults(f"{title} does not fit this model", _image_faults(cfg, takes))
+    if kind not in family.row_types:
+        able = ", ".join(family.row_types)
+        raise UserError(f"{title} cannot train {family.name} with method {recipe.method.target}; it takes: {able}")
+    raise_faults(f"{title} does not fit this model", family.row_faults(cfg, kind))
 
 
-def _image_faults(cfg: wan.WanConfig, takes: tuple[str, ...]) -> list[str]:
-    if not takes:
-        return ["it takes no image (no image_dim, and in_channels = out_channels): use t2v data"]
-    faults, channels = [], cfg.out_channels + VAE_STRIDES[1]
-    if "first_frame" in takes and cfg.condition_channels != channels:
-        faults.append(
-            f"in_channels is {cfg.in_channels}, expected {cfg.out_channels + channels}: latents, {VAE_STRIDES[1]} mask "
-            "channels, and the first frame's latents"
-        )
-    if cfg.pos_embed_seq_len is not None:
-        faults.append("it needs a first and a last frame (pos_embed_seq_len), the data have only the first")
-    return faults
-
-
-def model_config(role: Wan, where: str) -> wan.WanConfig:
+def model_config(role: Role, where: str) -> Any:
     """The architecture of a role: `init_from`'s or the preset's, with the `config` overrides on top.
 
     Raises:
         UserError: no source, unknown preset or field, or values that the model refuses.
     """
-    faults = []
+    faults, family = [], FAMILIES[role.target]
     if role.init_from is not None and (role.preset is not None or role.config):
         faults.append(f"{where}.init_from brings its own architecture: leave out preset and config")
-    if role.preset is not None and role.preset not in wan.PRESETS:
-        hint = nearest_names(role.preset, wan.PRESETS)
-        faults.append(f"{where}.preset {role.preset!r} is unknown{hint}; allowed: {', '.join(wan.PRESETS)}")
+    if role.preset is not None and role.preset not in family.presets:
+        hint = nearest_names(role.preset, family.presets)
+        faults.append(f"{where}.preset {role.preset!r} is unknown{hint}; allowed: {', '.join(family.presets)}")
     if role.init_from is None and role.preset is None and not role.config:
         faults.append(f"{where}: one of init_from, preset or config is needed")
     raise_faults("the model cannot be built", faults)
     if role.init_from is not None:
         with named(f"{where}.init_from"):
-            return open_transformer(Path(role.init_from) / "transformer")[1]
-    base = wan.PRESETS[role.preset] if role.preset is not None else wan.WanConfig()
-    return parse_config(wan.WanConfig, {**dataclasses.asdict(base), **role.config}, f"{where}.config")
+            return family.open_transformer(Path(role.init_from) / "transformer", role)[1]
+    base = {} if role.preset is None else dataclasses.asdict(family.presets[role.preset])
+    return parse_config(family.config, {**base, **role.config, **family.given(role)}, f"{where}.config")
 
 
-def starting_params(role: Wan, cfg: wan.WanConfig, seed: int, dtype: torch.dtype, device) -> Params:
+def starting_params(role: Role, cfg: Any, seed: int, dtype: torch.dtype, device, *, packed: bool = False) -> Params:
     """Weights of `init_from`, or fresh ones from the seed, in the stored dtype (float32 tables stay float32)."""
-    tree = starting_tree(role, cfg, seed, dtype)
-    return tree.read(device=device) if isinstance(tree, LazyTree) else {k: v.read().to(device) for k, v in tree.items()}
+    return starting_tree(role, cfg, seed, dtype, packed=packed).read(device=device)
 
 
-def starting_tree(role: Wan, cfg: wan.WanConfig, seed: int, dtype: torch.dtype) -> LazyTree | dict[str, LazyLeaf]:
-    """The weights that training starts from, not read or drawn yet; each leaf depends on the seed and its key alone."""
-    model_specs = wan.param_specs(cfg)
+def starting_tree(role: Role, cfg: Any, seed: int, dtype: torch.dtype, *, packed: bool = False) -> LazyTree:
+    """The weights that training starts from, not read or drawn yet; each leaf depends on the seed and its key alone.
+
+    `packed` joins the projections of attention.
+    """
+    family = FAMILIES[role.target]
+    model_specs = family.param_specs(cfg)
     if role.init_from is not None:
-        tree, _ = open_transformer(Path(role.init_from) / "transformer")
-        return apply(tree, cast(dtype, keep_fp32=lambda k: model_specs[k].keep_fp32)(tree.specs))
+        tree, _ = family.open_transformer(Path(role.init_from) / "transformer", role)
+        tree = apply(tree, cast(dtype, keep_fp32=lambda k: model_specs[k].keep_fp32)(tree.specs))
+    else:
+        tree = fresh_tree(model_specs, seed, dtype)
+    return apply(tree, family.pack(cfg)(tree.specs)) if packed else tree
+
+
+def fresh_tree(model_specs: specs.Specs, seed: int, dtype: torch.dtype) -> LazyTree:
+    """Leaves that are drawn when they are read."""
     root = keys.fold_in(keys.key(seed), "init")
 
     def leaf(k: str, spec: specs.ParamSpec) -> LazyLeaf:
         stored = dataclasses.replace(spec, dtype=torch.float32 if spec.keep_fp32 else dtype)
         return LazyLeaf(spec.shape, stored.dtype, lambda memo: specs.draw(stored, keys.fold_in(root, k)))
 
-    return {k: leaf(k, s) for k, s in model_specs.items()}
+    return LazyTree({k: leaf(k, s) for k, s in model_specs.items()}, {})
 
 
-def check_kernels(recipe: Recipe, cfg: wan.WanConfig, device: torch.device, compute: torch.dtype) -> None:
+def check_kernels(recipe: Recipe, cfg: Any, device: torch.device, compute: torch.dtype) -> None:
     """Refuses an attention backend or an optimiser kernel that was asked for and that this device cannot run."""
-    faults, backend = [], recipe.models.student.attention_backend
-    if backend != "auto":
-        q = torch.empty(1, 1, cfg.num_attention_heads, cfg.attention_head_dim, dtype=compute, device=device)
+    faults, backend, family = [], recipe.models.student.attention_backend, family_of(recipe)
+    for heads, size in () if backend == "auto" else family.heads(cfg).values():
+        q = torch.empty(1, 1, heads, size, dtype=compute, device=device)
         if (reason := explain_attention(q)[backend]) != "usable":
             faults.append(f"models.student.attention_backend: {backend} cannot run here: {reason}")
     if recipe.training.optimizer.fused and device.type not in FUSED_DEVICES:
         faults.append(f"training.optimizer.fused: there is no fused AdamW on {device.type}; use null or false")
-    raise_faults("kernels that cannot be used", faults)
+    raise_faults("kernels that cannot be used", dict.fromkeys(faults))
 
 
 # --- the data -------------------------------------------------------------------------------------------------
 
 
-def sampling_defaults(recipe: Recipe, dataset: Dataset, components: Components, text_length: int) -> Defaults:
+def sampling_defaults(recipe: Recipe, cfg: Any, dataset: Dataset, components: Components, empty: Params) -> Any:
     """What an export notes: geometry and rate of the data's most common shape, text length, validation's sampling."""
-    channels, t, h, w = common_shape(dataset)
-    spatial, temporal = strides(components, channels)
-    validation = recipe.callbacks.validation
-    noted = Defaults(
-        num_frames=temporal * (t - 1) + 1,
-        height=h * spatial,
-        width=w * spatial,
-        fps=first_fps(dataset),
-        text_length=text_length,
-        flow_shift=recipe.pipeline.flow_shift,
-    )
-    if validation is None and recipe.models.student.init_from is None and recipe.training.data.training_cfg_rate == 0:
-        return dataclasses.replace(noted, guidance_scale=1.0)  # the unconditional branch was never trained
-    if validation is None:
-        return noted
-    return dataclasses.replace(
-        noted,
-        sampler=validation.sampler,
-        steps=max(validation.sampling_steps),
-        guidance_scale=validation.guidance_scale,
-    )
+    family, geometry = family_of(recipe), {"fps": first_fps(dataset)}
+    if family.video(cfg) is not None:
+        _, t, h, w = common_shape(dataset)
+        spatial, temporal = strides(components, family, cfg)
+        geometry |= {"num_frames": temporal * (t - 1) + 1, "height": h * spatial, "width": w * spatial}
+    return family.defaults(recipe, geometry, empty)
 
 
 # --- all of it ------------------------------------------------------------------------------------------------
@@ -253,53 +222,43 @@ def prepare(recipe: Recipe, world: World | None = None) -> Setup:
         raise UserError("models.student.trainable: false leaves nothing to train with method sft")
     device = mesh.device
     cfg = model_config(student, "models.student")
+    family = family_of(recipe)
     check_capability(recipe, cfg)
     check_layout(recipe, cfg, mesh)
-    dataset = open_data(recipe, mesh)
+    dataset = open_data(recipe, cfg, mesh)
     asked = training.compute_dtype
     compute = devices.default_compute_dtype(device) if asked is None else FLOATS[asked]
     components = find_components(recipe, cfg, device, compute)
     check_data(recipe, cfg, dataset, components)
     check_models(recipe, components)
     check_kernels(recipe, cfg, device, compute)
-    empty = empty_caption(recipe, cfg, components.text)
+    empty = family.empty_caption(recipe, cfg, components.text)
     return Setup(
         recipe=recipe,
+        family=family,
         mesh=mesh,
         device=device,
         compute=compute,
         cfg=cfg,
+        frozen=family.frozen(student, cfg),
         dataset=dataset,
         components=components,
-        objective=objective_of(recipe),
+        objective=family.objective(recipe, cfg),
         run=layers_run(recipe, mesh),
         empty=empty,
-        defaults=sampling_defaults(recipe, dataset, components, empty.shape[0]),
+        defaults=sampling_defaults(recipe, cfg, dataset, components, empty),
+        notes=family.notes(recipe, cfg),
         fingerprint=fingerprint(dataset),
     )
 
 
-def open_data(recipe: Recipe, mesh: Mesh) -> Dataset:
+def open_data(recipe: Recipe, cfg: Any, mesh: Mesh) -> Dataset:
     """The data set of a recipe. The first process makes an index that is missing, before the others look for it."""
-    data = recipe.training.data
+    data, streams = recipe.training.data, family_of(recipe).streams(cfg)
     with named("training.data.data_path"):
         if mesh.world > 1 and data.streaming_manifest_path is not None:
-            agreed(lambda: len(open_recipe_data(data, mesh.device)), mesh)
-        return open_recipe_data(data, mesh.device)
-
-
-def objective_of(recipe: Recipe) -> Objective:
-    """The keys of a recipe that decide the loss."""
-    model = recipe.training.model
-    return Objective(
-        weighting_scheme=model.weighting_scheme,
-        logit_mean=model.logit_mean,
-        logit_std=model.logit_std,
-        flow_shift=recipe.pipeline.flow_shift,
-        loss_weighting=model.loss_weighting,
-        precondition_outputs=model.precondition_outputs,
-        caption_dropout=recipe.training.data.training_cfg_rate,
-    )
+            agreed(lambda: len(open_recipe_data(data, mesh.device, streams)), mesh)
+        return open_recipe_data(data, mesh.device, streams)
 
 
 # --- the state ------------------------------------------------------------------------------------------------
@@ -312,10 +271,11 @@ def initial_state(setup: Setup) -> TrainState:
     """
     training = setup.recipe.training
     start = (setup.recipe.models.student, setup.cfg, training.data.seed, FLOATS[training.dit_precision])
+    packed = training.model.pack_attention_projections
     if setup.mesh.world == 1:
-        return _state(setup, starting_params(*start, setup.device))
+        return _state(setup, starting_params(*start, setup.device, packed=packed))
     sharded = sharded_model(setup.recipe, setup.cfg, setup.mesh, setup.compute)
-    fill(sharded.params, starting_tree(*start))
+    fill(sharded.params, starting_tree(*start, packed=packed))
     return _state(setup, sharded.params, sharded)
 
 
@@ -330,9 +290,10 @@ def blank_state(setup: Setup, device: torch.device | str) -> TrainState:
 
 def _state(setup: Setup, params: Params, sharded: Sharded | None = None) -> TrainState:
     if sharded is None:
-        params = {k: p.requires_grad_() for k, p in params.items()}
+        params = {k: p.requires_grad_(k not in setup.frozen) for k, p in params.items()}
     ema = None
     if setup.recipe.callbacks.ema is not None:
         ema = {k: p.detach().float().clone() for k, p in params.items()}
     key = keys.key(setup.recipe.training.data.seed)
-    return TrainState(params, adamw_init(params), ema, step=0, position=0, key=key, sharded=sharded)
+    moments = adamw_init({k: p for k, p in params.items() if p.requires_grad})
+    return TrainState(params, moments, ema, step=0, position=0, key=key, sharded=sharded)

@@ -17,6 +17,7 @@ from nn import wan
 from nn.run import Run
 from nn.wan_i2v import first_frame_channels, first_frame_known
 from nn.wan_inputs import clean_estimate, model_inputs, noised, timestep_of, velocity_target
+from train.rows import Batch
 
 # Keeps the weight 1 / sigma^2 finite at sigma = 0; the density of sigmas below it is under 0.1 %.
 SIGMA_FLOOR = 1e-3
@@ -41,6 +42,11 @@ class Objective:
     precondition_outputs: bool = False
     caption_dropout: float = 0.0
 
+    @property
+    def weights(self) -> dict[str, float]:
+        """What the loss of each stream counts."""
+        return {"video": 1.0}
+
 
 @dataclasses.dataclass(frozen=True)
 class Draws:
@@ -49,6 +55,15 @@ class Draws:
     noise: Tensor
     sigma: Tensor
     dropped: Tensor
+
+    @property
+    def sigmas(self) -> dict[str, Tensor]:
+        """Noise levels `[B]` by stream."""
+        return {"video": self.sigma}
+
+    def to(self, device: torch.device | str) -> "Draws":
+        """The same on a device."""
+        return Draws(self.noise.to(device), self.sigma.to(device), self.dropped.to(device))
 
 
 def draw_sigma(objective: Objective, k: keys.Key) -> Tensor:
@@ -142,3 +157,33 @@ def loss(
     """
     inputs = training_inputs(cfg, clean, conditions, empty, draws, dtype)
     return sample_errors(objective, wan.forward(params, cfg, inputs, run=run), clean, draws)
+
+
+# --- a microbatch of rows -------------------------------------------------------------------------------------
+
+
+def fit_text(text: Tensor, length: int) -> Tensor:
+    """Text embeddings `[B, L, D]` padded with zeros, or cut, to `[B, length, D]`."""
+    return torch.nn.functional.pad(text[:, :length], (0, 0, 0, max(0, length - text.shape[1])))
+
+
+def draw_batch(cfg: wan.WanConfig, objective: Objective, k: keys.Key, step: int, first: int, batch: Batch) -> Draws:
+    """`draw` for the latents of a batch."""
+    return draw(objective, k, step, first, tuple(batch.latents.shape))
+
+
+def batch_loss(
+    params: Mapping[str, Tensor],
+    cfg: wan.WanConfig,
+    objective: Objective,
+    batch: Batch,
+    empty: Mapping[str, Tensor],
+    draws: Draws,
+    *,
+    dtype: torch.dtype,
+    run: Run = Run(),
+) -> dict[str, Tensor]:
+    """`loss` of a batch's rows, `{"video": [B]}`; text is padded to the length of `empty["text"]` `[L, D]`."""
+    given = {k: batch.conditions[k] for k in ("text", *image_channels(cfg))}
+    given["text"] = fit_text(given["text"], empty["text"].shape[0])
+    return {"video": loss(params, cfg, objective, batch.latents, given, empty["text"], draws, dtype=dtype, run=run)}

@@ -36,7 +36,7 @@ NAME = re.compile(r"step-(\d{6,})")
 RECORD = "checkpoint.json"
 SCALARS = "scalars.safetensors"
 ENTRIES = ("step", "config", "sampling", "vae", "text_encoder", "data", "threads")
-MODEL_TYPE = "WanTransformer3DModel"
+MODEL_TYPE = "WanTransformer3DModel"  # of records whose config has no _class_name
 
 
 @dataclasses.dataclass
@@ -54,6 +54,11 @@ class TrainState:
     position: int
     key: keys.Key
     sharded: units.Sharded | None = None
+
+    @property
+    def trained(self) -> Params:
+        """The leaves that are updated: those that have a gradient."""
+        return {k: p for k, p in self.params.items() if p.requires_grad}
 
     def call(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """`fn(params, *args, **kwargs)`, inside the FSDP root where the params are sharded."""
@@ -99,7 +104,7 @@ def save(
             untouched.
     """
     folder = folder_of(output_dir, state.step)
-    header = {**describe(MODEL_TYPE, record["config"]), "step": str(state.step)}
+    header = {**describe(model_type(record), record["config"]), "step": str(state.step)}
     scalars = {
         "step": torch.tensor(state.step, dtype=torch.int64),
         "position": torch.tensor(state.position, dtype=torch.int64),
@@ -151,6 +156,11 @@ def read_record(folder: Path) -> dict[str, Any]:
     return record
 
 
+def model_type(record: Mapping[str, Any]) -> str:
+    """The kind of model of a record: the class that its config names."""
+    return record["config"].get("_class_name", MODEL_TYPE)
+
+
 def read_scalars(folder: Path) -> Params:
     """Step, data position and key in today's schema. Raises UserError."""
     scalars = open_checkpoint(folder / SCALARS).read(["step", "position", "key"])
@@ -194,7 +204,7 @@ def open_for(state: TrainState, folder: Path, record: Mapping[str, Any], *, weig
     saved = read_record(folder)
     title = f"{folder}: this checkpoint cannot be resumed (weights_only: true needs only params/)"
     faults = differences(saved, record, "config")
-    faults += [] if weights_only else differences(saved, record, "data")
+    faults += [] if weights_only else [*_other_frozen(saved, record), *differences(saved, record, "data")]
     raise_faults(title, faults)
     wanted = groups(state)
     if weights_only:
@@ -203,7 +213,7 @@ def open_for(state: TrainState, folder: Path, record: Mapping[str, Any], *, weig
     for name, tree in wanted.items():
         try:
             found, wanted_specs = open_checkpoint(folder / name), specs_of(tree)
-            check_metadata(found, MODEL_TYPE)
+            check_metadata(found, model_type(record))
             faults += _other_step(found, saved["step"], folder / name)
             trees[name] = repacked(found, wanted_specs)
             check(trees[name], wanted_specs, what=f"{folder / name}", dtypes=True)
@@ -218,6 +228,12 @@ def open_for(state: TrainState, folder: Path, record: Mapping[str, Any], *, weig
             faults.append(str(error))
     raise_faults(title, faults)
     return Opened(folder, saved, trees, scalars)
+
+
+def _other_frozen(saved: Mapping[str, Any], ours: Mapping[str, Any]) -> list[str]:
+    """A fault where another part of the model was trained: the moments belong to it."""
+    a, b = saved.get("frozen"), ours.get("frozen")
+    return [] if a == b else [f"models.student.frozen: the checkpoint has {a!r}, this run {b!r}"]
 
 
 def _other_step(tree: LazyTree, step: int, where: Path) -> list[str]:

@@ -5,6 +5,7 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,13 +16,16 @@ from core.trees import Params
 from infer.folder import Pipeline
 from infer.generate import Progress, Sampling, generate, latent_shape
 from infer.jobs import Job, check_jobs, embed_pictures, embed_texts, make_jobs, moved
+from infer.ltx2_generate import Clip
 from infer.media import contact_sheet, write_video
 from infer.prompts import SIZES, Prompt, read_prompts
 from infer.samplers import SAMPLERS
+from infer.sound import spectrogram, write_sound
 from infer.words import counted
 from nn.run import Run
 from parallel.sequence import sequence_parallel
-from train.config import Validation
+from train import ltx2_validate
+from train.config import Validation, sampler_of
 from train.optim import holding
 from train.setup import Setup
 from train.signals import stopping
@@ -30,25 +34,8 @@ from train.state import TrainState
 DEFAULT_SEED = 0
 
 
-def sampling_for(setup: Setup, prompt: Prompt, steps: int) -> Sampling:
-    """Size from the prompt, else the recipe's validation, else the data; the rest from the recipe."""
-    v = setup.recipe.callbacks.validation
-    pick = lambda name: next(  # noqa: E731
-        x for x in (getattr(prompt, name), getattr(v, name), getattr(setup.defaults, name)) if x is not None
-    )
-    return Sampling(
-        num_frames=pick("num_frames"),
-        height=pick("height"),
-        width=pick("width"),
-        steps=steps,
-        sampler=v.sampler,
-        flow_shift=setup.recipe.pipeline.flow_shift,
-        guidance_scale=v.guidance_scale,
-    )
-
-
-def check_prompts(setup: Setup) -> list[Job]:
-    """The prompts of the recipe's validation, checked and encoded as in `prepare_jobs`. None configured: none.
+def check_prompts(setup: Setup) -> list[Any]:
+    """The prompts of the recipe's validation, checked and encoded as the kind of model needs. None configured: none.
 
     Raises:
         UserError: one message with every entry that cannot be used, or whose size (its own, the recipe's or the
@@ -64,42 +51,7 @@ def check_prompts(setup: Setup) -> list[Job]:
     idle = [name for name in given if all(getattr(prompt, name) is not None for prompt in prompts)]
     why = f"would do nothing: every prompt of {v.dataset_file} has its own"
     raise_faults("sizes that no prompt takes", [f"callbacks.validation.{name} {why} {name}" for name in idle])
-    return prepare_jobs(setup, prompts)
-
-
-def prepare_jobs(setup: Setup, prompts: Sequence[Prompt]) -> list[Job]:
-    """Text and pictures of prompts encoded, on the CPU: they stay the same for the whole run.
-
-    One call for all: UMT5 and CLIP are read once each, and before the state of training takes the device's memory.
-    Raises UserError as `check_prompts`.
-    """
-    v, pipe = setup.recipe.callbacks.validation, pipeline_of(setup, {})
-    for steps in v.sampling_steps:
-        SAMPLERS[v.sampler].schedule(steps, setup.recipe.pipeline.flow_shift)
-    title = f"callbacks.validation: prompts of {v.dataset_file} that cannot be sampled"
-    first = lambda prompt: sampling_for(setup, prompt, v.sampling_steps[0])  # noqa: E731
-    samplings, images = check_jobs(pipe, prompts, first, title=title)
-    avoid = ["" if p.negative_prompt is None else p.negative_prompt for p in prompts]
-    with named("callbacks.validation"):
-        texts = embed_texts(pipe, [p.caption for p in prompts], None if v.guidance_scale == 1.0 else avoid)
-        jobs = make_jobs(pipe, prompts, samplings, texts, images, embed_pictures(pipe, images))
-    return [moved(job, "cpu") for job in jobs]
-
-
-def pipeline_of(setup: Setup, params: Params) -> Pipeline:
-    """Weights as a pipeline with the run's models around them; captions are cut and padded as in training."""
-    parts = setup.components
-    return Pipeline(
-        params,
-        setup.cfg,
-        parts.vae,
-        parts.text,
-        setup.defaults,
-        setup.device,
-        setup.compute,
-        image=parts.image,
-        expand_timesteps=parts.expand_timesteps,
-    )
+    return KINDS[setup.family.name].prepare(setup, prompts)
 
 
 def live_weights(setup: Setup, state: TrainState) -> Params:
@@ -108,10 +60,10 @@ def live_weights(setup: Setup, state: TrainState) -> Params:
     return state.ema if use_ema else state.params
 
 
-def live_pipeline(setup: Setup, state: TrainState) -> Pipeline:
-    """`live_weights` as a pipeline; of sharded ones the call that samples gathers them."""
+def own_weights(setup: Setup, state: TrainState) -> Params:
+    """`live_weights` for a pipeline; {} where they are sharded: the call that samples gathers them."""
     weights = {} if state.sharded is not None else live_weights(setup, state)
-    return pipeline_of(setup, {k: p.detach() for k, p in weights.items()})
+    return {k: p.detach() for k, p in weights.items()}
 
 
 class Interrupted(Exception):
@@ -136,29 +88,109 @@ def validate(
     v: Validation = setup.recipe.callbacks.validation
     folder = Path(setup.recipe.training.checkpoint.output_dir) / "samples"
     fps = next(f for f in (v.fps, setup.defaults.fps, 16.0) if f is not None)
-    rows, paths = [], []
-    pipe, weights = live_pipeline(setup, state), live_weights(setup, state)
+    clips, paths, sample = [], [], KINDS[setup.family.name].sample
+    weights, own = live_weights(setup, state), own_weights(setup, state)
     swap = state.sharded is not None and weights is not state.params
     with holding(state.params, weights) if swap else contextlib.nullcontext():
         for i, job in enumerate(jobs):
-            job = moved(job, setup.device)
             for steps in v.sampling_steps:
-                frames = sampled(setup, state, pipe, job, steps, progress)
-                path = folder / f"step-{state.step:06d}-prompt{i}-{steps}steps.mp4"
+                clip = sample(setup, state, own, job, steps, progress)
+                kind = "wav" if clip.frames is None else "mp4"
+                path = folder / f"step-{state.step:06d}-prompt{i}-{steps}steps.{kind}"
                 if setup.mesh.leader:
-                    write_video(path, frames, fps)
-                rows.append((f"{job.prompt.caption} ({counted(steps, 'step')})", frames))
+                    write_clip(path, clip, fps)
+                clips.append((f"{job.prompt.caption} ({counted(steps, 'step')})", clip))
                 paths.append(path)
     devices.empty_cache(setup.device)  # blocks of the VAE's sizes are of no use to training
     sheet = folder / f"step-{state.step:06d}.png"
     if setup.mesh.leader:
-        contact_sheet(rows, sheet, title=f"step {state.step}")
-    log(f"validated at step {state.step}: {counted(len(paths), 'video')}, contact sheet {sheet}")
+        write_sheets(sheet, clips, f"step {state.step}")
+    what = "video" if any(clip.frames is not None for _, clip in clips) else "sound"
+    log(f"validated at step {state.step}: {counted(len(paths), what)}, contact sheet {sheet}")
     return paths
 
 
-def sampled(setup: Setup, state: TrainState, pipe: Pipeline, job: Job, steps: int, progress: Progress) -> Tensor:
-    """The frames `[T, H, W, 3]` of a job's video, of `steps` denoising steps. Collective over the run's processes."""
+def write_clip(path: Path, clip: Clip, fps: float) -> None:
+    """An MP4 with what sound there is, or a sound alone."""
+    if clip.frames is None:
+        write_sound(path, clip.sound)
+    else:
+        write_video(path, clip.frames, fps, clip.sound)
+
+
+def write_sheets(path: Path, clips: Sequence[tuple[str, Clip]], title: str) -> None:
+    """One contact sheet of all pictures, and one of all spectrograms: beside it, or in its place."""
+    shown = [(caption, clip.frames) for caption, clip in clips if clip.frames is not None]
+    heard = [(caption, clip.sound) for caption, clip in clips if clip.sound is not None]
+    if shown:
+        contact_sheet(shown, path, title=title)
+    if heard:
+        spectrogram(heard, path.with_name(f"{path.stem}-sound.png") if shown else path, title=title)
+
+
+# --- Wan ------------------------------------------------------------------------------------------------------
+
+
+def sampling_for(setup: Setup, prompt: Prompt, steps: int) -> Sampling:
+    """Size from the prompt, else the recipe's validation, else the data; the rest from the recipe."""
+    v = setup.recipe.callbacks.validation
+    pick = lambda name: next(  # noqa: E731
+        x for x in (getattr(prompt, name), getattr(v, name), getattr(setup.defaults, name)) if x is not None
+    )
+    return Sampling(
+        num_frames=pick("num_frames"),
+        height=pick("height"),
+        width=pick("width"),
+        steps=steps,
+        sampler=sampler_of(setup.recipe),
+        flow_shift=setup.recipe.pipeline.flow_shift,
+        guidance_scale=v.guidance_scale,
+    )
+
+
+def prepare_jobs(setup: Setup, prompts: Sequence[Prompt]) -> list[Job]:
+    """Text and pictures of prompts encoded, on the CPU: they stay the same for the whole run.
+
+    One call for all: UMT5 and CLIP are read once each, and before the state of training takes the device's memory.
+    Raises UserError as `check_prompts`.
+    """
+    v, pipe = setup.recipe.callbacks.validation, pipeline_of(setup, {})
+    for steps in v.sampling_steps:
+        SAMPLERS[sampler_of(setup.recipe)].schedule(steps, setup.recipe.pipeline.flow_shift)
+    title = f"callbacks.validation: prompts of {v.dataset_file} that cannot be sampled"
+    first = lambda prompt: sampling_for(setup, prompt, v.sampling_steps[0])  # noqa: E731
+    samplings, images = check_jobs(pipe, prompts, first, title=title)
+    avoid = ["" if p.negative_prompt is None else p.negative_prompt for p in prompts]
+    with named("callbacks.validation"):
+        texts = embed_texts(pipe, [p.caption for p in prompts], None if v.guidance_scale == 1.0 else avoid)
+        jobs = make_jobs(pipe, prompts, samplings, texts, images, embed_pictures(pipe, images))
+    return [moved(job, "cpu") for job in jobs]
+
+
+def pipeline_of(setup: Setup, params: Params) -> Pipeline:
+    """Weights as a pipeline with the run's models around them; captions are cut and padded as in training."""
+    parts = setup.components
+    return Pipeline(
+        params,
+        setup.cfg,
+        parts.vae,
+        parts.text,
+        setup.defaults,
+        setup.device,
+        setup.compute,
+        image=parts.models.get("image_encoder"),
+        **setup.notes,
+    )
+
+
+def live_pipeline(setup: Setup, state: TrainState) -> Pipeline:
+    """`live_weights` as a pipeline; of sharded ones the call that samples gathers them."""
+    return pipeline_of(setup, own_weights(setup, state))
+
+
+def sampled(setup: Setup, state: TrainState, weights: Params, job: Job, steps: int, progress: Progress) -> Clip:
+    """A job's video, of `steps` denoising steps. Collective over the run's processes; `weights`: see `own_weights`."""
+    job, pipe = moved(job, setup.device), pipeline_of(setup, weights)
     sampling = dataclasses.replace(job.sampling, steps=steps)
     tokens = math.prod(latent_shape(pipe, sampling)[1:]) // math.prod(setup.cfg.patch_size)
     run = sequence_parallel(Run(attention=setup.run.attention, tp=setup.run.tp), setup.mesh, tokens)
@@ -170,4 +202,23 @@ def sampled(setup: Setup, state: TrainState, pipe: Pipeline, job: Job, steps: in
         return generate(own, sampling, job.text, job.negative, [seed], **given)
 
     (frames,) = work(pipe.params) if state.sharded is None else state.sharded(work)
-    return frames
+    return Clip(frames, None)
+
+
+# --- kinds of models ------------------------------------------------------------------------------------------
+
+
+@dataclasses.dataclass(frozen=True)
+class Kind:
+    """How a kind of model is sampled: `prepare(setup, prompts)` gives jobs, each with its `prompt`, that
+    `sample(setup, state, weights, job, steps, progress)` makes a clip of.
+    """
+
+    prepare: Callable[[Setup, Sequence[Prompt]], list[Any]]
+    sample: Callable[[Setup, TrainState, Params, Any, int, Progress], Clip]
+
+
+KINDS = {
+    "wan": Kind(prepare_jobs, sampled),
+    "ltx2": Kind(ltx2_validate.prepare_jobs, ltx2_validate.sampled),
+}

@@ -12,7 +12,7 @@ from safetensors.torch import load_file, save_file
 from infer import __main__ as cli
 from infer.__main__ import main
 from infer.flags import parse, parser
-from infer.idle import OF_PROMPTS, idle_beside_prompts
+from infer.idle import LTX2_ONLY, OF_PROMPTS, idle_beside_prompts
 from infer.prompts import Prompt
 from infer.words import counted
 from nn import text_hash
@@ -27,7 +27,7 @@ VALUES = {
     "two_pass_guidance": [], "seed": ["0"], "device": ["cpu"], "dtype": ["bf16"], "vae_dtype": ["fp32"],
     "vae_strips": ["1"], "attention_backend": ["auto"],
 }  # fmt: skip
-OTHERS = {"model", "prompt", "prompt_file", "prompt_embeds", "save_embeds"}
+OTHERS = {"model", "prompt", "prompt_file", "prompt_embeds", "save_embeds", *LTX2_ONLY}  # see test_ltx2_pipelines
 
 
 def flag(name: str) -> list[str]:

@@ -4,15 +4,17 @@ import dataclasses
 import json
 import re
 import resource
-import struct
+import weakref
 
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ltx2_cases import configs, random_case, random_params, tiny_config
+from ltx2_official_cases import CONFIGS, MODULES, D, part_params, release, sparse_file, transformer_config, write
 from safetensors.torch import load_file, save_file
 
+from core import stored
 from core.checkpoint import LazyLeaf, LazyTree
 from core.errors import UserError
 from core.rules import cast
@@ -28,12 +30,14 @@ from nn.ltx2_formats import (
     open_single_file,
     open_transformer,
     read_config,
+    split_single_file,
     to_json,
     with_modality,
 )
 from nn.ltx2_inputs import model_inputs
 from nn.ltx2_names import foreign_keys, from_official, official_name, to_official
 from nn.ltx2_official import official_config, official_section
+from nn.ltx2_official_parts import PARTS
 from nn.ltx2_specs import param_specs
 
 # Sections `transformer` of the public single files, as their headers have them.
@@ -325,21 +329,6 @@ def test_the_other_streams_weights_are_never_read(modality):
     assert sorted(reads) == sorted(official({k: None for k in param_specs(cfg)}))
 
 
-def sparse_file(path, leaves, metadata):
-    """A safetensors file of zeros that takes no disk: only the header is written."""
-    sizes, header, at = {"BF16": 2, "F32": 4}, {"__metadata__": metadata}, 0
-    for key, (kind, shape) in leaves.items():
-        count = sizes[kind] * torch.Size(shape).numel()
-        header[key] = {"dtype": kind, "shape": list(shape), "data_offsets": [at, at + count]}
-        at += count
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(struct.pack("<Q", len(text)) + text)
-        file.truncate(8 + len(text) + at)
-    return at
-
-
 def test_a_large_file_takes_no_memory(tmp_path):
     """A quarter of the 19B model's blocks at full width, as a sparse file: opened, one stream chosen, one leaf read."""
     cfg = dataclasses.replace(PRESETS["ltx-2-19b"], num_layers=12)
@@ -387,6 +376,97 @@ def test_weights_of_another_version_are_refused_by_their_keys(tmp_path):
     new, old = tiny_config(), tiny_config(family="2.0")
     with pytest.raises(UserError, match="keys do not fit"):
         open_transformer(write_folder(tmp_path, new, random_params(old, 0)))
+
+
+# --- a single file split into folders -------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["2.0", "2.3"])
+def test_a_single_file_becomes_folders(tmp_path, family):
+    """Each opens as such a folder does: the transformer, the VAEs, and the others by their config and leaves."""
+    path = write(tmp_path / "x.safetensors", *release(family))
+    out = tmp_path / "out"
+    assert split_single_file(path, out) == ("transformer", *PARTS)
+    assert sorted(f.name for f in out.iterdir()) == sorted(("transformer", *PARTS))
+    tree, cfg = open_transformer(out / "transformer")
+    assert cfg == transformer_config(family)
+    equal(tree, random_params(cfg, 0))
+    for part in PARTS:
+        assert json.loads((out / part / "config.json").read_text()) == PARTS[part].to_json(CONFIGS[part, family])
+        found = load_file(out / part / "diffusion_pytorch_model.safetensors")
+        wanted = part_params(part, family)
+        assert found.keys() == wanted.keys()
+        assert all(torch.equal(found[k], wanted[k]) and found[k].dtype == wanted[k].dtype for k in wanted)
+    tree, cfg = MODULES["vae"].open_folder(out / "vae")
+    assert cfg == CONFIGS["vae", family] and len(tree) == len(part_params("vae", family))
+
+
+def test_a_file_is_split_leaf_by_leaf(tmp_path, monkeypatch):
+    """Never more than two leaves in memory: the one being written, and the next one read."""
+    alive, most = [], 0
+    plain = stored.read
+
+    def counted(*args):
+        nonlocal most
+        out = plain(*args)
+        alive.append(weakref.ref(out))
+        most = max(most, sum(ref() is not None for ref in alive))
+        return out
+
+    monkeypatch.setattr(stored, "read", counted)
+    leaves, head = release("2.3")
+    split_single_file(write(tmp_path / "x.safetensors", leaves, head), tmp_path / "out")
+    assert len(alive) == len(leaves) and most <= 2
+
+
+def test_a_file_with_some_models_only(tmp_path):
+    leaves, head = release("2.0")
+    some = {k: v for k, v in leaves.items() if k.startswith(("vocoder.", "audio_vae."))}
+    path = write(tmp_path / "x.safetensors", some, None)
+    with pytest.raises(UserError, match="no section audio_vae, and no preset fits"):
+        split_single_file(path, tmp_path / "out")
+    configs = {part: CONFIGS[part, "2.0"] for part in ("vocoder", "audio_vae")}
+    assert split_single_file(path, tmp_path / "out", configs=configs) == ("audio_vae", "vocoder")
+
+
+def test_what_cannot_be_split_is_told_before_anything_is_written(tmp_path):
+    leaves, head = release("2.3")
+    del leaves["vae.decoder.conv_in.conv.bias"], leaves["vocoder.vocoder.conv_pre.bias"]
+    del leaves[f"{D}patchify_proj.bias"]
+    leaves["duration_head.mlp_hidden.weight"] = torch.zeros(1)
+    path, out = write(tmp_path / "x.safetensors", leaves, head), tmp_path / "out"
+    with pytest.raises(UserError) as error:
+        split_single_file(path, out)
+    assert "duration_head.mlp_hidden.weight belongs to no model" in str(error.value)
+    for key in ("vae.decoder.conv_in.conv.bias", "vocoder.vocoder.conv_pre.bias", f"{D}patchify_proj.bias"):
+        assert f"missing {key}" in str(error.value)
+    assert [f.name for f in tmp_path.iterdir()] == ["x.safetensors"]
+    with pytest.raises(UserError, match="holds none of transformer, vae"):
+        split_single_file(write(tmp_path / "y.safetensors", {}, None), out)
+    with pytest.raises(UserError, match="text is no model, must be one of transformer"):
+        split_single_file(path, out, configs={"text": None})
+    out.mkdir()
+    (out / "mine").write_text("kept")
+    with pytest.raises(UserError, match="exists already; give a new or an empty folder"):
+        split_single_file(path, out)
+    assert (out / "mine").read_text() == "kept"
+
+
+def test_a_failed_split_leaves_nothing(tmp_path, monkeypatch):
+    path = write(tmp_path / "x.safetensors", *release("2.0"))
+    plain, count = stored.read, 0
+
+    def failing(*args):
+        nonlocal count
+        count += 1
+        if count > 300:
+            raise UserError("the disk is gone")
+        return plain(*args)
+
+    monkeypatch.setattr(stored, "read", failing)
+    with pytest.raises(UserError, match="the disk is gone"):
+        split_single_file(path, tmp_path / "out")
+    assert [f.name for f in tmp_path.iterdir()] == ["x.safetensors"]
 
 
 # --- one stream's exports -----------------------------------------------------------------------------------------

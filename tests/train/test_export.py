@@ -121,7 +121,8 @@ def test_components_come_from_the_export_where_the_data_has_none(exported, recip
     made = recipe(tmp_path / "run", {"models.student.init_from": str(exported), "training.data.data_path": str(data)})
     student = made.models.student.model_copy(update={"config": {}})
     setup = prepare(made.model_copy(update={"models": made.models.model_copy(update={"student": student})}))
-    assert setup.components.vae_folder == exported / "vae" and setup.components.text_folder == exported / "text_encoder"
+    found = setup.components.folders
+    assert (found["vae"], found["text_encoder"]) == (exported / "vae", exported / "text_encoder")
 
 
 def test_it_samples_from_the_command_line_and_twice_the_same(exported, tmp_path):

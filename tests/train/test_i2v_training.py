@@ -158,7 +158,7 @@ def test_the_image_tells_the_model_which_clip_it_is(recipe, tmp_path):
     )
     with torch.no_grad():
         right, wrong = (
-            float(step_module.microbatch_loss(setup, state, b, 0)[0].sum()) / batch.latents.numel()
+            float(step_module.microbatch_loss(setup, state, b, 0)[0]["video"].sum()) / batch.latents.numel()
             for b in (batch, swapped)
         )
     assert right < 0.5 * wrong, (right, wrong)
@@ -201,7 +201,7 @@ def test_latents_of_a_first_frame_that_are_of_another_size_are_named(recipe, i2v
 
 def test_data_of_another_type_are_refused_with_both_column_lists(recipe, i2v, tmp_path):
     write(tmp_path / "data" / "x.parquet", T2V, [sample(T2V, 0, GRID)])
-    with pytest.raises(UserError, match=r"(?s)not a file of row type 'i2v'.*clip_feature_bytes .missing"):
+    with pytest.raises(UserError, match=r"(?s)not a file of row type 'i2v'.*first_frame_latent_bytes .missing"):
         prepare(recipe(tmp_path / "run", {**i2v, DATA: str(tmp_path / "data")}))
 
 

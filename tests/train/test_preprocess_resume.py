@@ -326,7 +326,8 @@ def test_the_folder_of_another_kind_of_model(videos, real, fitted, tmp_path, cap
         return capsys.readouterr().err
 
     other = f"{real / 'transformer'}: _class_name 'WanTransformer3DModel' cannot be run as a VAE by this version"
-    assert f"{other}, only 'LatentreePatchCodec' and 'AutoencoderKLWan'" in refused("--vae", real / "transformer")
+    ours = "'LatentreePatchCodec', 'AutoencoderKLWan', 'AutoencoderKLLTX2Video'"
+    assert f"{other}, only {ours}" in refused("--vae", real / "transformer")
     assert "_class_name None (model_type is 'umt5') cannot be run as a VAE" in refused("--vae", real / "text_encoder")
     assert f"{real}/config.json: no such file; did you mean {real}/vae?" in refused("--vae", real)
     said = refused("--text-encoder", real / "vae")

@@ -401,7 +401,8 @@ def test_training_finds_the_recorded_models_and_refuses_others(make, fitted, tmp
     assert beside([tmp_path / "set"], None, "vae") == fitted / "vae"
     changes = {"training.data.data_path": str(tmp_path / "set")}
     setup = prepare(recipe(tmp_path / "run", changes))
-    assert setup.components.vae_folder == fitted / "vae" and setup.components.text_folder == fitted / "text_encoder"
+    found = setup.components.folders
+    assert (found["vae"], found["text_encoder"]) == (fitted / "vae", fitted / "text_encoder")
     other = shutil.copytree(fitted / "vae", tmp_path / "vae")
     config = json.loads((other / "config.json").read_text())
     (other / "config.json").write_text(json.dumps(config | {"temporal": 4, "_note": "other"}))

@@ -10,9 +10,10 @@ from hypothesis import strategies as st
 from core import keys
 from core.errors import UserError
 from train.data import Reader, batches, check_tensors, common_shape, first_fps, open_dataset
-from train.rows import I2V, ROW_TYPES, T2V, T2VA, TEXT_ONLY, RowType, collate, decode_row, encode_row
+from train.families import FAMILIES
+from train.rows import I2V, ROW_TYPES, T2A, T2V, T2VA, TEXT_ONLY, RowType, collate, decode_row, encode_row
 from train.run import train
-from train.setup import CAPABILITIES, prepare
+from train.setup import prepare
 from train.streaming import Streaming
 
 GRID = (2, 2, 3)
@@ -24,7 +25,8 @@ def sample(kind: RowType, i: int, grid=GRID, audio: int = 6, dtype=torch.float32
     """Sample i of a row type: random tensors, a text of 1 + i % 3 words."""
     k = keys.fold_in(keys.key(0), i)
     shapes = {"vae_latent": (4, *grid), "text_embedding": (1 + i % 3, 8), "clip_feature": (5, 6),
-              "first_frame_latent": (4, *grid), "audio_latent": (2, 3, audio)}  # fmt: skip
+              "first_frame_latent": (4, *grid), "audio_latent": (2, audio, 3),
+              "audio_text_embedding": (2 + i % 2, 7)}  # fmt: skip
     out = {"id": f"sample-{i}", "caption": f"caption {i}", **NOTES}
     out |= {stem: keys.normal(keys.fold_in(k, stem), shape).to(dtype) for stem, shape in shapes.items()}
     out["pil_image"] = (torch.arange(3 * 4 * 5).reshape(3, 4, 5) + i).to(torch.uint8)
@@ -48,10 +50,10 @@ def test_columns_and_their_order_are_those_of_published_sets():
     notes = ["file_name", "caption", "media_type", "width", "height", "num_frames", "duration_sec", "fps"]
     image = parts("vae_latent", "text_embedding", "clip_feature", "first_frame_latent", "pil_image")
     assert I2V.schema.names == ["id", *image, *notes]
-    sound = parts("vae_latent", "audio_latent", "text_embedding")
+    sound = parts("vae_latent", "audio_latent", "text_embedding", "audio_text_embedding")
     assert T2VA.schema.names == ["id", *sound, *notes, "audio_sample_rate"]
     assert TEXT_ONLY.schema.names == ["id", *parts("text_embedding"), "caption"]
-    assert list(ROW_TYPES) == ["t2v", "i2v", "t2va", "text_only"]
+    assert list(ROW_TYPES) == ["t2v", "i2v", "t2va", "t2a", "text_only"]
     kinds = {"bytes": pa.binary(), "shape": pa.list_(pa.int64()), "dtype": pa.string()}
     assert all(f.type == kinds[f.name.rsplit("_", 1)[1]] for f in I2V.schema if f.name in image)
 
@@ -114,7 +116,8 @@ def test_a_missing_optional_channel_is_a_fault_where_it_is_expected(tmp_path):
 CHANNELS = {
     "t2v": ({"video": "vae_latent"}, {"text"}),
     "i2v": ({"video": "vae_latent"}, {"text", "image", "first_frame"}),
-    "t2va": ({"video": "vae_latent", "audio": "audio_latent"}, {"text"}),
+    "t2va": ({"video": "vae_latent", "audio": "audio_latent"}, {"text", "audio_text"}),
+    "t2a": ({"audio": "audio_latent"}, {"text"}),
     "text_only": ({}, {"text"}),
 }
 
@@ -131,7 +134,9 @@ def test_every_type_loads_and_collates_into_its_channels(tmp_path, kind):
         for row, index in enumerate(batch.indices):
             wanted = sample(kind, index)
             assert batch.names[row] == wanted["id"]
-            assert torch.equal(batch.text[row, : batch.text_lens[row]], wanted["text_embedding"])
+            assert batch.fps[row] == (25.0 if "fps" in kind.schema.names else None)
+            text = wanted["audio_text_embedding" if kind is T2A else "text_embedding"]
+            assert torch.equal(batch.text[row, : batch.text_lens[row]], text)
             assert not batch.text[row, batch.text_lens[row] :].any()
             for channel, stem in targets.items():
                 assert torch.equal(batch.targets[channel][row], wanted[stem])
@@ -145,8 +150,106 @@ def test_a_batch_never_mixes_shapes_of_any_channel(tmp_path):
     dataset = open_dataset(tmp_path, T2VA)
     assert dataset.shapes == ((4, *GRID), (4, *GRID)) and len(dataset.signatures) == 2
     stream = batches(dataset, key=keys.key(1), batch_size=2)
-    lengths = {next(stream).targets["audio"].shape[-1] for _ in range(8)}
+    lengths = {next(stream).targets["audio"].shape[2] for _ in range(8)}
     assert lengths == {6, 7}
+
+
+def without_some_texts(i: int, kind: RowType = T2VA, every: int = 2) -> dict:
+    """Sample i; every so many have a text of their own for the sound."""
+    return sample(kind, i) | ({} if i % every == 0 else {"audio_text_embedding": None})
+
+
+def read_stems(monkeypatch) -> set[str]:
+    """The set that will hold the stems of which readers read the bytes."""
+    stems, original = set(), pq.ParquetFile.read_row_group
+
+    def spy(self, group, columns=None, **options):
+        stems.update(name.removesuffix("_bytes") for name in columns if name.endswith("_bytes"))
+        return original(self, group, columns=columns, **options)
+
+    monkeypatch.setattr(pq.ParquetFile, "read_row_group", spy)
+    return stems
+
+
+STREAMS = [
+    (("video",), {"vae_latent", "text_embedding"}, {"video"}, "vae_latent"),
+    (("audio",), {"audio_latent", "text_embedding", "audio_text_embedding"}, {"audio"}, "audio_latent"),
+    (("video", "audio"), {"vae_latent", "audio_latent", "text_embedding", "audio_text_embedding"}, {"video", "audio"},
+     "vae_latent"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("streams, stems, targets, shapes", STREAMS)
+@pytest.mark.parametrize("manifest", [False, True])
+def test_a_model_of_one_stream_reads_and_sees_its_own_tensors_only(
+    tmp_path, monkeypatch, streams, stems, targets, shapes, manifest
+):
+    """Through the index of a set, too, which is one for all models."""
+    write(tmp_path / "data" / "x.parquet", T2VA, [without_some_texts(i) for i in range(8)])
+    place = tmp_path / "index.json" if manifest else None
+    if manifest:
+        open_dataset(tmp_path / "data", T2VA, None, place)
+    data = open_dataset(tmp_path / "data", T2VA, None, place, streams=streams)
+    assert set(data.shapes) == {tuple(sample(T2VA, 0)[shapes].shape)}
+    assert len(data.signatures) == (1 if streams == ("video",) else 2)
+    read = read_stems(monkeypatch)
+    stream, first = batches(data, key=keys.key(1), batch_size=2), set()
+    for _ in range(8):
+        batch = next(stream)
+        assert batch.targets.keys() == targets and batch.fps == [25.0, 25.0]
+        first |= {(tuple(i % 2 for i in batch.indices), *sorted(batch.conditions))}
+        for row, index in enumerate(batch.indices):
+            stored = without_some_texts(index)
+            own = streams == ("audio",) and stored["audio_text_embedding"] is not None
+            text = stored["audio_text_embedding" if own else "text_embedding"]
+            assert torch.equal(batch.text[row, : batch.text_lens[row]], text)
+            if "audio_text" in batch.conditions:
+                length = batch.audio_text_lens[row]
+                assert torch.equal(batch.conditions["audio_text"][row, :length], stored["audio_text_embedding"])
+    assert read == stems
+    if streams == ("video", "audio"):  # a batch has texts for the sound in all its rows or in none
+        assert first == {((0, 0), "audio_text", "text"), ((1, 1), "text")}
+
+
+@pytest.mark.parametrize("kind", [T2VA, T2A])
+def test_sound_alone_with_texts_of_its_own_does_not_read_the_others(tmp_path, monkeypatch, kind):
+    write(tmp_path / "x.parquet", kind, [without_some_texts(i, kind, every=1) for i in range(4)])
+    read = read_stems(monkeypatch)
+    data = open_dataset(tmp_path, kind, streams=("audio",))
+    batch = next(batches(data, key=keys.key(1), batch_size=2))
+    assert batch.text.shape[2] == 7 and read == {"audio_latent", "audio_text_embedding"}
+
+
+def test_files_without_the_columns_of_an_optional_tensor_are_those_of_published_sets(tmp_path):
+    rows = [encode_row(T2VA, without_some_texts(i, every=9)) for i in range(1, 4)]
+    table = pa.Table.from_pylist(rows, T2VA.schema)
+    table = table.drop_columns(parts("audio_text_embedding"))
+    (tmp_path / "data").mkdir()
+    pq.write_table(table, tmp_path / "data" / "x.parquet")
+    for how in (None, Streaming()):
+        data = open_dataset(tmp_path / "data", T2VA, how)
+        batch = next(batches(data, key=keys.key(1), batch_size=3))
+        assert batch.conditions.keys() == {"text"} and batch.targets.keys() == {"video", "audio"}
+    pq.write_table(table.append_column("audio_text_embedding_shape", [[[]] * 3]), tmp_path / "data" / "x.parquet")
+    with pytest.raises(UserError, match="audio_text_embedding_bytes .missing"):
+        open_dataset(tmp_path / "data", T2VA)
+
+
+@pytest.mark.parametrize("kind, streams, message", [
+    (T2V, ("video", "audio"), "rows of type t2v have no audio: they hold video"),
+    (T2A, ("video",), "rows of type t2a have no video: they hold audio"),
+    (TEXT_ONLY, ("video",), "rows of type text_only have no video: they hold neither video nor audio"),
+])  # fmt: skip
+def test_streams_that_rows_do_not_have_are_refused(tmp_path, kind, streams, message):
+    write(tmp_path / "x.parquet", kind, [sample(kind, 0)])
+    with pytest.raises(UserError, match=message):
+        open_dataset(tmp_path, kind, streams=streams)
+
+
+def test_the_rate_of_a_batch_is_that_of_its_videos():
+    notes = [(8.0, 5), (24.0, 1), (0.0, 5)]
+    rows = [sample(T2V, i) | {"fps": fps, "num_frames": n} for i, (fps, n) in enumerate(notes)]
+    assert collate(T2V, rows, [0, 1, 2]).fps == [8.0, None, None]
 
 
 def test_pictures_are_never_read(tmp_path, monkeypatch):
@@ -209,7 +312,7 @@ def test_models_without_an_image_branch_train_on_rows_with_and_without_features(
 
 @pytest.mark.parametrize("kind", ["t2va", "text_only"])
 def test_types_that_a_method_cannot_use_are_refused_before_the_data_are_opened(recipe, tmp_path, kind):
-    assert kind not in CAPABILITIES["sft", "wan"]
+    assert kind not in FAMILIES["wan"].row_types
     changes = {"training.data.preprocessed_data_type": kind, "training.data.data_path": str(tmp_path / "nothing")}
     with pytest.raises(UserError, match=f"{kind} cannot train wan with method sft; it takes: t2v, i2v"):
         prepare(recipe(tmp_path / "run", changes))

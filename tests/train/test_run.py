@@ -26,6 +26,7 @@ from train import metrics, precision, run
 from train import state as states
 from train import step as step_module
 from train.config import Wan, load_recipe
+from train.layout import stored_specs
 from train.run import train
 from train.setup import check_kernels, initial_state, model_config, prepare
 
@@ -384,7 +385,7 @@ def test_a_gradient_that_is_no_number_is_seen_without_clipping_too(recipe, tmp_p
     def infinite_slope(setup, state, batch, first):
         errors, sigma = real(setup, state, batch, first)
         zero = (state.params["proj_out.bias"] * 0.0).square().sum()
-        return (errors + zero.sqrt() if state.step == 3 else errors), sigma
+        return {k: v + zero.sqrt() if state.step == 3 else v for k, v in errors.items()}, sigma
 
     monkeypatch.setattr(step_module, "microbatch_loss", infinite_slope)
     with pytest.raises(UserError, match="step 4: loss is [0-9.]+, gradient norm nan; samples of this step: "):
@@ -681,7 +682,7 @@ def test_a_run_follows_the_precision_table(recipe, tmp_path, monkeypatch, stored
 
     monkeypatch.setattr(layers, "effective_weight", watched_weight)
     monkeypatch.setattr(step_module.optim, "adamw_update", watched_update)
-    classes = precision.classes(prepare(made).cfg)
+    classes = precision.classes(stored_specs(made, prepare(made).cfg))
     train(made)
     tree = saved(out, 2)
     assert set(classes.values()) == {"matrix", "norm", "table"} and gradients.keys() == classes.keys()

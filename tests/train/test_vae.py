@@ -316,6 +316,6 @@ def test_the_demo_fails_at_the_door_and_leaves_nothing_behind(small_demo, tmp_pa
     def interrupted(*args):
         raise KeyboardInterrupt
 
-    monkeypatch.setattr("nn.wan_vae.write_json", interrupted)  # the weights are there, the config is not yet
+    monkeypatch.setattr("nn.config_files.write_json", interrupted)  # the weights are there, the config is not yet
     assert small_demo() == 130
     assert list((tmp_path / "out").iterdir()) == []

@@ -13,7 +13,7 @@ from infer.generate import generate
 from infer.media import read_video
 from nn import text_hash
 from nn.wan import WanConfig
-from train import components, metrics
+from train import components, families, metrics
 from train import validate as validation_module
 from train.export import export
 from train.run import train
@@ -95,7 +95,7 @@ def test_the_seed_decides_a_sample_whatever_stands_beside_it(setup_of, monkeypat
     setup, seen = setup_of(sampling_steps=[1]), {}
     state = initial_state(setup)
     monkeypatch.setattr(validation_module, "contact_sheet", lambda rows, *_, **__: None)
-    monkeypatch.setattr(validation_module, "write_video", lambda path, frames, fps: seen.update({path.name: frames}))
+    monkeypatch.setattr(validation_module, "write_video", lambda path, frames, fps, sound=None: seen.update({path.name: frames}))
     jobs = prepare_jobs(setup, [Prompt("a", seed=s) for s in (1, 2, 1, None)])
     validate(setup, state, jobs, lambda line: None)
     a, b, again, default = seen.values()
@@ -112,7 +112,7 @@ def test_what_a_prompt_avoids_reaches_guidance(setup_of, monkeypatch):
 
     monkeypatch.setattr(validation_module, "generate", watched)
     monkeypatch.setattr(validation_module, "contact_sheet", lambda rows, *_, **__: None)
-    monkeypatch.setattr(validation_module, "write_video", lambda path, frames, fps: None)
+    monkeypatch.setattr(validation_module, "write_video", lambda path, frames, fps, sound=None: None)
     prompts = [Prompt("a"), Prompt("b", negative_prompt="dull")]
     validate(setup, initial_state(setup), prepare_jobs(setup, prompts), lambda line: None)
     pipe = validation_module.pipeline_of(setup, {})
@@ -175,8 +175,8 @@ def test_a_size_that_every_prompt_has_itself_is_refused_in_the_recipe(setup_of, 
 def test_the_models_around_run_on_the_device_of_the_run(recipe, validation, tmp_path, monkeypatch):
     """Not on the CPU, where a real VAE takes minutes for a video; and they are not held beside the training state."""
     seen = {}
-    for name in ("load_vae", "load_text_encoder"):
-        monkeypatch.setattr(components, name, lambda folder, n=name, **how: seen.setdefault(n, how))
+    for module, name in ((components, "load_vae"), (families, "load_text_encoder")):
+        monkeypatch.setattr(module, name, lambda folder, n=name, **how: seen.setdefault(n, how))
     made = recipe(tmp_path / "run", {"callbacks.validation": validation, "pipeline.vae_dtype": "bf16"})
     gpu = torch.device("cuda", 1)
     components.find_components(made, WanConfig(), gpu, torch.float16)

@@ -10,10 +10,13 @@ from pydantic.fields import FieldInfo
 
 from core import devices
 from core.config import validate
-from core.errors import UserError, exit_status
+from core.errors import UserError, exit_status, raise_faults
 from core.geometry import geometry_rule
 from infer.words import counted
+from nn.ltx2_config import MODALITIES
+from train.preprocess.adopt import adopt
 from train.preprocess.finish import Outcome, listed
+from train.preprocess.job import How
 from train.preprocess.models import find_sources
 from train.preprocess.run import preprocess
 from train.preprocess.settings import Settings
@@ -33,7 +36,15 @@ exit status: 0: every clip was used; 1: some were not; 2: an error; 143, 130: st
 example: python -m train.preprocess --data videos.csv --output data/mine --num-frames 33 --height 96 --width 160
 example: python -m train.preprocess --data videos.csv --output data/wan --model Wan-AI/Wan2.1-T2V-1.3B-Diffusers
          --buckets 832x480x81,480x832x81 --fps 16
+example: python -m train.preprocess --data videos.csv --output data/av --row-type t2va --num-frames 33 --height 96
+         --width 160
+example: python -m train.preprocess --precomputed clips/.precomputed --output data/ltx2 --model LTX-2-FOLDER
 """
+
+PRECOMPUTED = ("modality", "without_conditions", "skip_unusable")
+"""Flags of `.precomputed` folders only."""
+
+CHOICES = {"row_type": ("t2v", "i2v", "t2va"), "dtype": ("fp32", "bf16"), "vae_dtype": ("fp32", "bf16")}
 
 
 def _help(field: FieldInfo) -> str:
@@ -46,28 +57,37 @@ def parser() -> argparse.ArgumentParser:
     """The command line; the settings, their defaults and meanings are those of `Settings`."""
     p = argparse.ArgumentParser(
         prog="python -m train.preprocess",
-        description="Encode videos, pictures (PNG, JPEG) and captions into a Parquet set for training. Without a "
-        "model, latents come from a linear patch codec fitted on the clips and prompt embeddings from hashing words: "
-        f"that needs no downloads. {geometry_rule(4, 8)} for the patch codec and Wan2.1's VAE (16 for Wan2.2's); a "
-        "model with patches of 2 (Wan) needs twice that.",
+        description="Encode videos, pictures (PNG, JPEG), their sound and captions into a Parquet set for training. "
+        "Without a model, latents come from a linear patch codec fitted on the clips, those of sound from a linear "
+        "codec over log-mel frames, and prompt embeddings from hashing words: that needs no downloads. "
+        f"{geometry_rule(4, 8)} for the patch codec and Wan2.1's VAE (16 for Wan2.2's); a model with patches of 2 "
+        f"(Wan) needs twice that. For LTX-2's VAE {geometry_rule(8, 32)}.",
         epilog=RULE,
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    p.add_argument("--data", required=True, metavar="FILE", help="CSV, JSON or JSONL with path (or video) and caption "
-                   "per row; paths are relative to the file's folder")  # fmt: skip
+    p.add_argument("--data", metavar="FILE", help="CSV, JSON or JSONL with path (or video) and caption per row; paths "
+                   "are relative to the file's folder. With --precomputed: the captions of its samples")  # fmt: skip
     p.add_argument("--output", required=True, metavar="DIR", help="folder of the set")
     g = p.add_argument_group("models")
-    g.add_argument("--model", metavar="DIR|ID", help="Wan pipeline folder or hub id: its VAE, text encoder and, for "
-                   "i2v, image encoder")  # fmt: skip
-    for name, text in (("vae", "VAE"), ("text-encoder", "text encoder"), ("image-encoder", "image encoder, for i2v")):
+    g.add_argument("--model", metavar="DIR|ID", help="Wan or LTX-2 pipeline folder or hub id: its VAE, text encoder "
+                   "and, for i2v, image encoder, for t2va audio VAE")  # fmt: skip
+    kinds = {"vae": "VAE", "text-encoder": "text encoder", "image-encoder": "image encoder, for i2v"}
+    for name, text in {**kinds, "audio-vae": "audio VAE, for t2va"}.items():
         g.add_argument(f"--{name}", metavar="DIR", help=f"folder of the {text} (default: the model's)")
     g.add_argument("--device", help="cuda, cuda:1, mps, cpu (default: the best there is)")
     g = p.add_argument_group("settings")
     for name, field in Settings.model_fields.items():
-        choices = {"row_type": ("t2v", "i2v"), "dtype": ("fp32", "bf16"), "vae_dtype": ("fp32", "bf16")}.get(name)
+        choices = CHOICES.get(name)
         kind = {"fps": float, "max_crop": float, "max_upscale": float}.get(name, int)
         how = {"type": str if choices or name == "buckets" else kind, "choices": choices}
-        g.add_argument(f"--{name.replace('_', '-')}", default=field.default, help=_help(field), **how)
+        how = {"action": "store_true"} if field.annotation is bool else how
+        g.add_argument(_flag(name), default=field.default, help=_help(field), **how)
+    g = p.add_argument_group("folders of the public LTX trainer")
+    g.add_argument("--precomputed", metavar="DIR", help=".precomputed folder to make a set of, with the connectors of "
+                   "--model; the files are read without running code of theirs")  # fmt: skip
+    g.add_argument("--modality", choices=tuple(MODALITIES), help="what to take of it (default: all that there is)")
+    g.add_argument("--without-conditions", action="store_true", help="leave out its masks and references")
+    g.add_argument("--skip-unusable", action="store_true", help="leave out its samples that cannot be used")
     g = p.add_argument_group("what to do with what is there")
     g.add_argument("--overwrite", action="store_true", help="replace a set in the output folder that is complete, or "
                    "of other settings, models or metadata (an unfinished one of the same is gone on with)")  # fmt: skip
@@ -82,6 +102,22 @@ def settings_of(args: argparse.Namespace) -> Settings:
     if values["buckets"] is not None:
         values["buckets"] = [text.strip() for text in values["buckets"].split(",")]
     return validate(Settings, values, "command line")
+
+
+def idle(args: argparse.Namespace) -> list[str]:
+    """Flags that say nothing to clips, or to a `.precomputed` folder, and those that are missing."""
+    if args.precomputed is None:
+        faults = [] if args.data is not None else ["--data is needed, or --precomputed"]
+        given = [name for name in PRECOMPUTED if getattr(args, name)]
+        return faults + [f"{_flag(name)}: needs --precomputed" for name in given]
+    faults = [] if args.model is not None else ["--model is needed with --precomputed: the LTX-2 pipeline's folder"]
+    given = [name for name in ("vae", "text_encoder", "image_encoder", "audio_vae", "strict") if getattr(args, name)]
+    given += ["row_type"] if args.row_type != Settings.model_fields["row_type"].default else []
+    return faults + [f"{_flag(name)}: does nothing with --precomputed" for name in given]
+
+
+def _flag(name: str) -> str:
+    return f"--{name.replace('_', '-')}"
 
 
 def ranks(env: Mapping[str, str]) -> tuple[int, int, int]:
@@ -129,10 +165,18 @@ def main(argv: Sequence[str] | None = None) -> int:
         rank, world, local = ranks(os.environ)
         prefix.extend([f"rank {rank}: "] if world > 1 else [])
         settings, device = settings_of(args), device_of(args.device, world, local)
-        sources = find_sources(args.model, args.vae, args.text_encoder, args.image_encoder, row_type=settings.row_type)
         how = {name: getattr(args, name) for name in ("overwrite", "strict", "retry_unusable")}
-        how |= {"device": device, "rank": rank, "world": world, "stop": received}
-        status.append(report(args, preprocess(args.data, args.output, settings, sources, **how), rank))
+        how |= {"rank": rank, "world": world, "stop": received}
+        raise_faults("flags that do nothing here, or are missing", idle(args))
+        if args.precomputed is not None:
+            taken = {name: getattr(args, name) for name in PRECOMPUTED}
+            done = adopt(args.precomputed, args.output, args.model, settings, captions=args.data, device=device,
+                         how=How(**how), **taken)  # fmt: skip
+        else:
+            folders = (args.model, args.vae, args.text_encoder, args.image_encoder, args.audio_vae)
+            sources = find_sources(*folders, row_type=settings.row_type)
+            done = preprocess(args.data, args.output, settings, sources, device=device, **how)
+        status.append(report(args, done, rank))
 
     with stop_signals() as received:
         try:

@@ -17,6 +17,7 @@ from core.errors import UserError, raise_faults
 from core.geometry import check_geometry
 from infer.media import ClipInfo, frame_rate, probe
 from infer.progress import progress
+from infer.sound import has_sound
 from infer.words import counted
 from train.preprocess.metadata import Entry
 from train.preprocess.settings import Encoding
@@ -151,22 +152,29 @@ def reason_of(entry: Entry, error: UserError) -> str:
     return str(error).removeprefix(f"{entry.path}: ")
 
 
-def place(row: int, entry: Entry, buckets: Sequence[Bucket], settings: Encoding) -> Clip | Unusable:
-    """A clip with its bucket, or why it has none; see `infer.media.probe` for what is read."""
+def place(
+    row: int, entry: Entry, buckets: Sequence[Bucket], settings: Encoding, sound: bool = False
+) -> Clip | Unusable:
+    """A clip with its bucket, or why it has none; see `infer.media.probe` for what is read.
+
+    `sound`: one without an audio stream cannot be used, unless the settings allow it.
+    """
     try:
         info = probe(entry.path, settings.fps)
+        if sound and not settings.allow_silent and not has_sound(entry.path):
+            raise UserError("silent: it has no audio stream, and t2va rows need one (allow_silent takes it as silence)")
         return Clip(row, entry, choose(info, buckets, settings), info.fps, stamp(entry.path))
     except UserError as error:
         return Unusable(row, entry.name, reason_of(entry, error))
 
 
 def survey(
-    rows: Sequence[int], entries: Sequence[Entry], buckets: Sequence[Bucket], settings: Encoding
+    rows: Sequence[int], entries: Sequence[Entry], buckets: Sequence[Bucket], settings: Encoding, sound: bool = False
 ) -> dict[int, Clip | Unusable]:
     """`place` for the entries of these rows, by several threads, in the order of `rows`."""
 
     def found(pool: concurrent.futures.Executor) -> Iterator[tuple[int, Clip | Unusable]]:
-        placed = pool.map(lambda row: place(row, entries[row], buckets, settings), rows)
+        placed = pool.map(lambda row: place(row, entries[row], buckets, settings, sound), rows)
         with progress("probing clips", len(rows), "clips") as update:
             for done, (row, one) in enumerate(zip(rows, placed, strict=True), start=1):
                 update(done)

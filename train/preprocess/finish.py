@@ -25,7 +25,7 @@ from train.preprocess.parts import (
     write_if_new,
 )
 from train.preprocess.record import MANIFEST
-from train.rows import PICTURE, decode_tensor, stored_columns
+from train.rows import PICTURE, decode_tensor, row_type, stored_columns
 
 REPORT, VALIDATION = "report.json", "validation.json"
 NUM_PROMPTS = 4
@@ -75,8 +75,9 @@ def finish(
     if strict or not whole.rows:
         clips = counted(len(entries), "clip")
         raise_faults(f"{folder}: {len(whole.unusable)} of {clips} cannot be used", listed(whole.unusable))
-    data = [_prompt(folder, record, parts, whole.unusable, row, entries[row]) for row in _captions(entries, whole)]
-    write_if_new(folder / VALIDATION, {"data": data})
+    if record["settings"].get("captions", True):
+        data = [_prompt(folder, record, parts, whole.unusable, row, entries[row]) for row in _captions(entries, whole)]
+        write_if_new(folder / VALIDATION, {"data": data})
     done = outcome(whole, len(entries), True)
     quality = {} if done.psnr is None else {"codec_psnr_db": round(done.psnr, 2)}
     counts = {"clips": whole.rows, "unusable_clips": len(whole.unusable), "buckets": whole.buckets}
@@ -96,15 +97,17 @@ def _captions(entries: Sequence[Entry], report: PartReport) -> list[int]:
 
 
 def _prompt(folder: Path, record, parts: Sequence[Part], unusable: Sequence[Unusable], row: int, entry: Entry) -> dict:
-    """An entry of validation.json, of the size of the clip's sample; for i2v rows with the first frame as a PNG."""
+    """An entry of validation.json, of the size of the clip's sample, which sound alone has not; for i2v rows with the
+    first frame as a PNG.
+    """
     part = next(part for part in parts if part.first <= row < part.stop)
     skipped = sum(part.first <= clip.row < row for clip in unusable)
     pictured = record["row_type"] == "i2v"
     path, place = part.data(folder), row - part.first - skipped
-    columns = [*SIZES, *(stored_columns(PICTURE.stem) if pictured else [])]
-    table = pq.read_table(path, columns=columns, use_threads=False)
-    (stored,) = table.slice(place, 1).to_pylist()
-    sized = {"caption": entry.caption, **{name: stored[name] for name in SIZES}}
+    sizes = [name for name in SIZES if name in row_type(record["row_type"]).schema.names]
+    columns = [*sizes, *(stored_columns(PICTURE.stem) if pictured else [])]
+    stored = pq.read_table(path, columns=columns, use_threads=False).slice(place, 1).to_pylist()[0] if columns else {}
+    sized = {"caption": entry.caption, **{name: stored[name] for name in sizes}}
     if not pictured:
         return sized
     name = Path("validation") / f"{row:06d}.png"

@@ -14,19 +14,21 @@ import torch
 
 from core.errors import UserError, raise_faults
 from core.save import describe
+from infer import gemma
 from infer.encoders import CLIP_VISION, UMT5, read_mapping
 from infer.folder import COMPANIONS
 from train.preprocess.metadata import Entry, digest
-from train.preprocess.models import CONFIG, Sources
+from train.preprocess.models import BESIDE, CONFIG, Sources, stand_ins
 from train.preprocess.parts import parts_of, read_report
-from train.preprocess.settings import Settings
+from train.preprocess.settings import Settings, noted
 from train.preprocess.stamps import sampled
 
 MANIFEST = "preprocess.json"
 VERSION = 1
-MODELS = ("vae", "text_encoder", "image_encoder")
+MODELS = ("vae", "text_encoder", "image_encoder", "audio_vae", "connectors")
 WEIGHTS, SMALL = (".safetensors",), (".json", ".model", ".txt")
-BESIDE = {UMT5: COMPANIONS["text_encoder"][0], CLIP_VISION: COMPANIONS["image_encoder"][0]}
+TOKENIZER, PROCESSOR = COMPANIONS["text_encoder"][0], COMPANIONS["image_encoder"][0]
+WITH = {UMT5: TOKENIZER, **dict.fromkeys(gemma.MODEL_TYPES, TOKENIZER), CLIP_VISION: PROCESSOR}
 
 
 # --- fingerprints ---------------------------------------------------------------------------------------------
@@ -52,7 +54,7 @@ def fingerprint(folder: str | Path) -> str:
     config = read_mapping(folder / CONFIG)
     out.update(json.dumps(config, sort_keys=True).encode())
     files = [f for f in sorted(folder.iterdir()) if f.suffix in WEIGHTS]
-    beside = folder.parent / BESIDE.get(config.get("model_type"), "")
+    beside = folder.parent / WITH.get(config.get("model_type"), "")
     if beside != folder.parent and beside.is_dir():
         files += [f for f in sorted(beside.iterdir()) if f.suffix in SMALL]
     for file in files:
@@ -76,24 +78,37 @@ def model_entry(folder: Path, noted: str | None = None) -> dict[str, str]:
 
 
 def identity(entries: Sequence[Entry], settings: Settings, sources: Sources, device: torch.device) -> dict[str, Any]:
-    """The record of a set to be made. Models that preprocessing makes itself stand by their place in the set only."""
+    """The record of a set to be made of clips. Models that it makes itself stand by their place in the set only."""
+    made = [name for name in stand_ins(settings.row_type) if getattr(sources, name) is None]
+    return new_record(settings.row_type, noted(settings, Settings, settings.row_type), sources, made, entries, device)
+
+
+def new_record(
+    row_type: str,
+    settings: Mapping[str, Any],
+    sources: Sources,
+    made: Sequence[str],
+    entries: Sequence[Entry],
+    device: torch.device,
+) -> dict[str, Any]:
+    """The record of a set that was just begun; `made` are the models that it makes itself."""
     models: dict[str, Any] = {}
     for name in MODELS:
         folder = getattr(sources, name)
         if folder is not None:
             models[name] = model_entry(folder)
-        elif name != "image_encoder":
+        elif name in made:
             models[name] = {"folder": name}
     return {
         "version": VERSION,
-        "row_type": settings.row_type,
+        "row_type": row_type,
         "complete": False,
-        "settings": settings.model_dump(mode="json", exclude={"row_type"}),
+        "settings": dict(settings),
         "models": models,
         "metadata": {"clips": len(entries), "digest": digest(entries)},
         "device": device.type,
         "versions": {
-            "latentree": describe(settings.row_type, {})["project_version"],
+            "latentree": describe(row_type, {})["project_version"],
             "torch": str(torch.__version__),
             "av": av.__version__,
         },
@@ -172,8 +187,12 @@ def recorded_models(roots: Iterable[Path], name: str) -> list[tuple[Path, dict[s
 
 
 def recorded_folders(roots: Iterable[Path], name: str) -> list[Path]:
-    """Where the sets behind the data paths found their model `name`; folders that are gone are left out."""
-    found = [folder / entry["folder"] for folder, entry in recorded_models(roots, name)]
+    """Where the sets behind the data paths found their model `name`, or what it stands beside; folders that are gone
+    are left out.
+    """
+    recorded = recorded_models(roots, name if name in MODELS else BESIDE.get(name, name))
+    found = [folder / entry["folder"] for folder, entry in recorded]
+    found = found if name in MODELS else [folder.parent / name for folder in found]
     return [folder for folder in found if (folder / CONFIG).is_file()]
 
 
@@ -182,7 +201,7 @@ def check_models(roots: Iterable[Path], folders: Mapping[str, Path | None]) -> N
 
     Args:
         roots: data paths; sets without a record are taken as they are.
-        folders: the run's `vae`, `text_encoder`, `image_encoder`; None for those that it has not.
+        folders: the run's models by their names in MODELS; None or absent for those that it has not.
 
     Raises:
         UserError: one message naming each such set with what it records and what was found.

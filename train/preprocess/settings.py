@@ -1,6 +1,6 @@
 """What decides the contents of a set beside the clips and the models: the settings of the command and of recipes."""
 
-from typing import Literal
+from typing import Any, Literal
 
 from pydantic import Field
 
@@ -26,15 +26,32 @@ class Encoding(Section):
     dtype: Float | None = Field(
         None, description="Arithmetic of the text and image encoders; null: bf16 on a GPU that has it, else fp32."
     )
-    vae_dtype: Float = Field("fp32", description="Arithmetic of Wan's VAE.")
+    vae_dtype: Float = Field("fp32", description="Arithmetic of Wan's and LTX-2's VAEs.")
+    allow_silent: bool = Field(
+        False, description="For t2va: take a clip without sound as silent; it is not used otherwise."
+    )
 
 
 class Settings(Encoding):
     """What decides a set: the samples, the stand-in models, and how rows are cut into files."""
 
-    row_type: Literal["t2v", "i2v"] = Field("t2v", description="Rows to write; i2v adds the first frame's conditions.")
+    row_type: Literal["t2v", "i2v", "t2va"] = Field(
+        "t2v", description="Rows to write; i2v adds the first frame's conditions, t2va the sound."
+    )
     latent_channels: int = Field(32, description="Channels of the latents of a patch codec that is fitted.")
     text_dim: int = Field(64, description="Values per word of the hash text embedder.")
     text_max_length: int = Field(32, description="Words of a caption that the hash text embedder keeps.")
+    audio_latent_channels: int = Field(8, description="Channels of the latents of a sound codec that is fitted.")
+    audio_latent_bins: int = Field(16, description="Frequency bins of the latents of a sound codec that is fitted.")
     clips_per_file: int = Field(64, description="Rows of the metadata per Parquet file.")
     rows_per_group: int = Field(8, description="Clips per Parquet row group.")
+
+
+SOUND = ("allow_silent", "audio_latent_channels", "audio_latent_bins")
+"""Settings that only rows with sound depend on."""
+
+
+def noted(settings: Encoding, kind: type[Encoding], row_type: str) -> dict[str, Any]:
+    """The settings of class `kind` that rows of this type depend on, as JSON holds them."""
+    names = set(kind.model_fields) - (set() if row_type == "t2va" else set(SOUND))
+    return settings.model_dump(mode="json", include=names - {"row_type"})
