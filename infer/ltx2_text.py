@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from core.checkpoint import LazyTree, open_checkpoint
+from core.checkpoint import LazyLeaf, LazyTree, open_checkpoint
 from core.errors import UserError, raise_faults
 from core.geometry import nearest_valid
 from core.rules import cast
@@ -129,13 +129,13 @@ def _projections(connectors: _Connectors) -> list[str]:
     return [key for key in connectors.tree if key.rpartition(".")[0] in first]
 
 
-def _connected(params: Params, cfg: ConnectorConfig, features: Mapping[str, Tensor], mask: Tensor) -> Texts:
-    """Texts of features, where `params` are, one sample at a time so that none depends on the others."""
+def _connected(params: Params, cfg: ConnectorConfig, features: Mapping[str, Tensor], mask: Tensor) -> list[Texts]:
+    """The texts `[1, L, D]` of each sample on the CPU, made where `params` are; none depends on the others."""
     like, parts = params[f"{cfg.streams[0].prefix}.learnable_registers"], []
     for row in range(len(mask)):
         one = {s.name: features[s.name][row : row + 1].to(like) for s in cfg.streams}
         parts.append(_on_cpu(ltx2_connectors.connect(params, cfg, one, mask[row : row + 1].to(like.device))))
-    return _joined(parts)
+    return parts
 
 
 def _on_cpu(texts: Texts) -> Texts:
@@ -147,20 +147,32 @@ def _joined(parts: Sequence[Texts]) -> Texts:
     return {name: torch.cat([part[name] for part in parts]) for name in parts[0]}
 
 
-def _connect(connectors: _Connectors, device: torch.device, dtype: torch.dtype, keep: bool) -> Callable[..., Any]:
-    """`LTX2Text.connect`."""
+def _connecting(
+    connectors: _Connectors, device: torch.device, dtype: torch.dtype, keep: bool
+) -> Callable[[Mapping[str, Tensor], Tensor], list[Texts]]:
+    """A function that reads the connectors for features and their mask and gives the texts of each sample."""
     cfg, before = connectors.cfg, set(_projections(connectors))
     keys = [key for key in connectors.tree if key not in before]
     run = borrowed(lambda: _read(connectors, keys, device, dtype), device, keep)
 
-    def connect(features: Mapping[str, Tensor], mask: Tensor) -> Texts:
+    def connected(features: Mapping[str, Tensor], mask: Tensor) -> list[Texts]:
         missing = [f"{s.name} [B, L, {s.feature_dim}]" for s in cfg.streams if s.name not in features]
         raise_faults("text features are missing", missing)
         rows = {s.name: len(features[s.name]) for s in cfg.streams if len(features[s.name]) != len(mask)}
         raise_faults("text features", [f"{name} has {n} rows, the mask {len(mask)}" for name, n in rows.items()])
-        if not len(mask):
-            return {s.name: torch.empty(0, mask.shape[1], s.dim, dtype=dtype) for s in cfg.streams}
-        return run(lambda params: _connected(params, cfg, features, mask))
+        return run(lambda params: _connected(params, cfg, features, mask)) if len(mask) else []
+
+    return connected
+
+
+def _in_one(
+    connected: Callable[[Mapping[str, Tensor], Tensor], list[Texts]], cfg: ConnectorConfig, dtype: torch.dtype
+) -> Callable[[Mapping[str, Tensor], Tensor], Texts]:
+    """`LTX2Text.connect`: the samples of `connected` as one."""
+
+    def connect(features: Mapping[str, Tensor], mask: Tensor) -> Texts:
+        none = {s.name: torch.empty(0, mask.shape[1], s.dim, dtype=dtype) for s in cfg.streams}
+        return _joined(parts) if (parts := connected(features, mask)) else none
 
     return connect
 
@@ -179,7 +191,8 @@ def load_connectors(
     """
     connectors = _open_connectors(Path(folder), cfg)
     refuse = _refusing(f"{connectors.folder}: only connectors were opened, there is no text encoder for captions")
-    return LTX2Text(refuse, LENGTH, refuse, _connect(connectors, torch.device(device), dtype, keep))
+    connected = _connecting(connectors, torch.device(device), dtype, keep)
+    return LTX2Text(refuse, LENGTH, refuse, _in_one(connected, connectors.cfg, dtype))
 
 
 # --- Gemma and connectors -------------------------------------------------------------------------------------
@@ -196,33 +209,37 @@ def _gemma_faults(gemma: Gemma, cfg: ConnectorConfig) -> list[str]:
     return faults
 
 
-def _features(reader: Reader, params: Params, cfg: ConnectorConfig, caption: str) -> tuple[Texts, Tensor]:
-    """Features `[1, L, D]` by stream and the mask `[1, L]` of one caption, on the CPU."""
-    states, mask = hidden_states(reader, caption)
+def _features(
+    reader: Reader, params: Params, cfg: ConnectorConfig, captions: Sequence[str]
+) -> tuple[Texts, Tensor]:
+    """Features `[B, L, D]` by stream and the mask `[B, L]` of captions that go through together, on the CPU."""
+    states, mask = hidden_states(reader, captions)
     found = ltx2_connectors.text_features(params, cfg, ltx2_connectors.stack_layers(states), mask)
     return _on_cpu(found), mask.cpu()
 
 
-def _gemma_text(folder: Path, cfg: LTX2Config, device: torch.device, dtype: torch.dtype, keep: bool) -> LTX2Text:
+def _gemma_text(
+    folder: Path, cfg: LTX2Config, device: torch.device, dtype: torch.dtype, keep: bool, batch: int
+) -> LTX2Text:
     """Gemma, its tokenizer and the connectors of a pipeline's folder."""
     gemma, connectors = open_gemma(folder / "text_encoder"), _open_connectors(folder, cfg)
     own, first = connectors.cfg, _projections(connectors)
     raise_faults(f"{connectors.folder}: the text encoder does not fit these connectors", _gemma_faults(gemma, own))
     read = lambda: (read_gemma(gemma, device, dtype), _read(connectors, first, device, dtype))  # noqa: E731
-    run, connect = borrowed(read, device, keep), _connect(connectors, device, dtype, keep)
+    run, connected = borrowed(read, device, keep), _connecting(connectors, device, dtype, keep)
 
     def features(captions: Sequence[str]) -> tuple[Texts, Tensor]:
         if not (listed := _listed(captions)):
             none = {s.name: torch.empty(0, LENGTH, s.feature_dim, dtype=dtype) for s in own.streams}
             return none, torch.empty(0, LENGTH, dtype=torch.bool)
-        found = run(lambda pair: [_features(*pair, own, caption) for caption in listed])
+        groups = [listed[i : i + batch] for i in range(0, len(listed), batch)]
+        found = run(lambda pair: [_features(*pair, own, group) for group in groups])
         return _joined([texts for texts, _ in found]), torch.cat([mask for _, mask in found])
 
     def embed(captions: Sequence[str]) -> list[Texts]:
-        texts = connect(*features(captions))
-        return [{name: x[row].clone() for name, x in texts.items()} for row in range(len(captions))]
+        return [{name: x[0] for name, x in texts.items()} for texts in connected(*features(captions))]
 
-    return LTX2Text(embed, LENGTH, features, connect)
+    return LTX2Text(embed, LENGTH, features, _in_one(connected, own, dtype))
 
 
 def load_ltx2_text(
@@ -232,6 +249,7 @@ def load_ltx2_text(
     device: str | torch.device = "cpu",
     dtype: torch.dtype = torch.float32,
     keep: bool = False,
+    batch: int = 1,
 ) -> LTX2Text:
     """The text encoder of a pipeline's folder: Gemma 3 (`text_encoder/`, `tokenizer/`, `connectors/`), or the demos'
     hash embedder, which has no weights and no connectors and gives every stream the same embedding.
@@ -241,11 +259,15 @@ def load_ltx2_text(
         dtype: of weights, arithmetic and results; the demos' embedder stays in float32.
         keep: hold the weights from their first use; False reads them at every call and frees them after it, Gemma
             before the connectors.
+        batch: captions that go through Gemma together; their hidden states of all layers are in memory at once. With
+            1 no text depends on the others; with more, roundings may.
 
     Raises:
         UserError: another kind of text encoder; a missing package, tokenizer, or connectors; keys, shapes, widths and
-            numbers of layers that do not fit each other or `cfg`. All before any weight is read.
+            numbers of layers that do not fit each other or `cfg`; a `batch` below 1. All before any weight is read.
     """
+    if batch < 1:
+        raise UserError(f"batch is {batch}, expected at least 1 caption")
     folder = Path(folder)
     place, device = folder / "text_encoder", torch.device(device)
     config = read_mapping(place / "config.json")
@@ -256,7 +278,7 @@ def load_ltx2_text(
             f"{place}: text encoder {kind_of(config, 'model_type')} cannot be run for LTX-2, only "
             f"{', '.join(MODEL_TYPES)} and {text_hash.MODEL_TYPE}; give precomputed prompt embeddings instead"
         )
-    return _gemma_text(folder, cfg, device, dtype, keep)
+    return _gemma_text(folder, cfg, device, dtype, keep, batch)
 
 
 # --- files ----------------------------------------------------------------------------------------------------
@@ -276,24 +298,34 @@ def save_texts(path: str | Path, texts: Mapping[str, Tensor], negative: Mapping[
     save_file(path, {name: x.detach().cpu().contiguous() for name, x in found.items()}, {})
 
 
-def read_texts(path: str | Path, streams: Sequence[str], negative: bool) -> tuple[Texts, Texts | None]:
+def _text_faults(leaf: LazyLeaf, width: int | None) -> list[str]:
+    """Why a text of a file cannot be used, `width` wide where it is known."""
+    shape, wide = tuple(leaf.shape), "D" if width is None else width
+    matrix = len(shape) == 2 or (len(shape) == 3 and shape[0] == 1)
+    fits = matrix and 0 not in shape and width in (None, shape[-1])
+    faults = [] if fits else [f"is {list(shape)}, expected [L, {wide}] or [1, L, {wide}]"]
+    return faults + ([] if leaf.dtype.is_floating_point else [f"is {leaf.dtype}, expected floats"])
+
+
+def read_texts(
+    path: str | Path, streams: Sequence[str], negative: bool, *, widths: Mapping[str, int] | None = None
+) -> tuple[Texts, Texts | None]:
     """Texts `[L, D]` by stream of a safetensors file, in the dtype that they have there, and the negative ones.
 
     Args:
         streams: whose texts are read; no other is.
         negative: whether the negative ones are needed; None in the result where they are not.
+        widths: D of each stream; None: whatever is there.
 
     Raises:
         UserError: naming every text that is missing, has another shape than `[L, D]` or `[1, L, D]`, or is no float.
     """
     tree, wanted = open_checkpoint(path), (False, True) if negative else (False,)
-    names = [_name(stream, which) for which in wanted for stream in streams]
+    names = {_name(stream, which): stream for which in wanted for stream in streams}
     faults = [f"missing {name} (there: {', '.join(tree) or 'nothing'})" for name in names if name not in tree]
-    for name, leaf in ((name, tree[name]) for name in names if name in tree):
-        if len(leaf.shape) not in (2, 3) or (len(leaf.shape) == 3 and leaf.shape[0] != 1):
-            faults.append(f"{name} is {list(leaf.shape)}, expected [L, D] or [1, L, D]")
-        elif not leaf.dtype.is_floating_point:
-            faults.append(f"{name} is {leaf.dtype}, expected floats")
+    for name, stream in names.items():
+        width = None if widths is None else widths[stream]
+        faults += [f"{name} {fault}" for fault in _text_faults(tree[name], width)] if name in tree else []
     raise_faults(f"{path}: prompt embeddings that cannot be used", faults)
     found = {name: x.reshape(x.shape[-2:]) for name, x in tree.read(names).items()}
     texts = lambda which: {stream: found[_name(stream, which)] for stream in streams}  # noqa: E731

@@ -187,7 +187,7 @@ def split_single_file(
 ) -> tuple[str, ...]:  # fmt: skip
     """Converts an official single file to folders in Diffusers' form: transformer, vae, audio_vae, vocoder, connectors.
 
-    A leaf is read and written at a time, in its dtype: memory is bounded by the largest. `output_folder` appears at
+    A leaf is read and written at a time, in its dtype: memory holds two at most. `output_folder` appears at
     once with all that the file holds; its text encoder, tokenizer and scheduler come from elsewhere.
 
     Args:

@@ -281,12 +281,9 @@ def vocoder_config(section: Section, source: str, shapes: Specs) -> AnyVocoderCo
 # --- the text connectors ----------------------------------------------------------------------------------------
 
 CONNECTOR_TABLE = {
-    "connector_num_attention_heads": "connector_num_attention_heads",
-    "connector_attention_head_dim": "connector_attention_head_dim",
-    "connector_num_layers": "connector_num_layers",
-    "connector_num_learnable_registers": "connector_num_learnable_registers",
-    "connector_apply_gated_attention": "gated_attn",
-}
+    **_same(*(f"connector_num_{what}" for what in ("attention_heads", "layers", "learnable_registers"))),
+    **_same("connector_attention_head_dim"), "connector_apply_gated_attention": "gated_attn",
+}  # fmt: skip
 CONNECTOR_REQUIRED = {
     "connector_norm_output": True, "connector_ff_bias": True, "caption_projection_first_linear": False,
     "caption_projection_second_linear": False, "caption_proj_input_norm": False,

@@ -28,7 +28,7 @@ def own(case, tmp_path):
 def states_of(folder, caption=CAPTIONS[0], dtype=torch.float32):
     reader = read_gemma(open_gemma(folder / "text_encoder"), CPU, dtype)
     with torch.no_grad():
-        return hidden_states(reader, caption)
+        return hidden_states(reader, [caption])
 
 
 def theirs(folder, caption, dtype=torch.float32):
@@ -69,6 +69,12 @@ def test_only_the_text_model_is_read_and_only_when_asked(case, monkeypatch):
 def test_weights_have_the_asked_dtype(case, dtype):
     reader = read_gemma(open_gemma(case.folder / "text_encoder"), CPU, dtype)
     assert {p.dtype for p in reader.model.parameters()} == {dtype} and not reader.model.training
+
+
+def test_reading_draws_no_random_numbers_of_its_caller(case):
+    before = torch.get_rng_state()
+    read_gemma(open_gemma(case.folder / "text_encoder"), CPU, torch.float32)
+    assert torch.equal(before, torch.get_rng_state())
 
 
 def test_names_of_every_writer_mean_the_same(case, own):

@@ -128,6 +128,19 @@ def test_a_caption_does_not_depend_on_the_others_and_owns_its_memory(case):
     assert len(set(places)) == len(places)
 
 
+def test_captions_go_through_gemma_in_batches_of_the_asked_size(case, monkeypatch):
+    sizes, states = [], ltx2_text.hidden_states
+    monkeypatch.setattr(ltx2_text, "hidden_states", lambda reader, c: sizes.append(len(c)) or states(reader, c))
+    together, alone = (opened(case("2.0"), batch=n).embed(CAPTIONS) for n in (2, 1))
+    assert sizes == [2, 1, 1, 1, 1]
+    for row, one in zip(together, alone, strict=True):
+        for name, x in row.items():
+            torch.testing.assert_close(x, one[name], rtol=1e-5, atol=1e-5)  # sums in another order
+            assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
+    with pytest.raises(UserError, match="batch is 0, expected at least 1"):
+        opened(case("2.0"), batch=0)
+
+
 def test_no_captions_are_no_texts_and_nothing_is_read(case, reads):
     text = opened(case("2.3"))
     features, mask = text.features([])
@@ -361,6 +374,16 @@ def test_a_batch_of_one_is_read_and_other_shapes_are_refused(tmp_path):
         read_texts(path, ["video", "audio"], False)
     assert "video_prompt_embeds is [2, 5, 4], expected [L, D] or [1, L, D]" in str(error.value)
     assert "audio_prompt_embeds is torch.int64, expected floats" in str(error.value)
+
+
+def test_texts_of_another_width_are_refused_where_widths_are_known(tmp_path):
+    path, widths = tmp_path / "texts.safetensors", {"video": 4, "audio": 3}
+    save_texts(path, texts(0), {"video": torch.ones(2, 5), "audio": torch.ones(0, 3)})
+    assert read_texts(path, ["video", "audio"], False, widths=widths)[0]["audio"].shape == (5, 3)
+    with pytest.raises(UserError) as error:
+        read_texts(path, ["video", "audio"], True, widths=widths)
+    assert "negative_video_prompt_embeds is [2, 5], expected [L, 4] or [1, L, 4]" in str(error.value)
+    assert "negative_audio_prompt_embeds is [0, 3], expected [L, 3]" in str(error.value)
 
 
 def test_the_length_is_that_of_diffusers():

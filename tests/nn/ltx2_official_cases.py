@@ -229,8 +229,9 @@ CONFIGS = {
         block_out_channels=(16,), down_block_types=(DOWN_BLOCK,), layers_per_block=(2, 1),
         decoder_layers_per_block=(1, 2), decoder_block_out_channels=(16,), spatio_temporal_scaling=(True,),
         decoder_spatio_temporal_scaling=(True,), decoder_inject_noise=(False, True),
-        downsample_type=("spatiotemporal",), upsample_type=("spatiotemporal",), upsample_residual=(True,), upsample_factor=(2,),
-        timestep_conditioning=True, spatial_compression_ratio=4, temporal_compression_ratio=2, **RATIOS,
+        downsample_type=("spatiotemporal",), upsample_type=("spatiotemporal",), upsample_residual=(True,),
+        upsample_factor=(2,), timestep_conditioning=True, spatial_compression_ratio=4,
+        temporal_compression_ratio=2, **RATIOS,
     ),
     ("vae", "2.3"): LTX2VaeConfig(
         block_out_channels=(16, 16), down_block_types=(DOWN_BLOCK,) * 2, layers_per_block=(1, 2, 1),

@@ -168,9 +168,10 @@ def test_the_identity_changes_when_samples_would(sets, data, fitted, tmp_path):
     ],
 )
 def test_bad_settings_are_refused_before_a_clip_is_read(sets, data, monkeypatch, change, message):
+    encode = sets("t2v", "codec")[1].model_copy(update=change)  # the first test that asks for a set makes it
     monkeypatch.setattr("train.preprocess.buckets.probe", lambda *a: pytest.fail("read a clip"))
     with pytest.raises(UserError, match=message):
-        open_online(data, T2V, sets("t2v", "codec")[1].model_copy(update=change), CPU)
+        open_online(data, T2V, encode, CPU)
 
 
 # --- whole runs -----------------------------------------------------------------------------------------------
