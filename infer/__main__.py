@@ -20,7 +20,7 @@ from infer.generate import Sampling, generate, start_step
 from infer.hub import PARTS, resolve_model
 from infer.idle import check_idle, check_kind
 from infer.jobs import Job, Place, Texts, check_jobs, embed_pictures, embed_texts, make_jobs
-from infer.ltx2_folder import is_ltx2
+from infer.ltx2_folder import kind_of_pipeline
 from infer.ltx2_schedules import LTX2_SAMPLERS
 from infer.media import contact_sheet, frame_rate, read_video, write_video
 from infer.progress import progress
@@ -182,11 +182,24 @@ def needs_of(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:
     return [name for name, needed in wanted.items() if needed]
 
 
+def kind_of(model: str) -> str:
+    """`"wan"` or `"ltx2"`. Ids of the hub are Wan's: raises UserError for what seems to be one of LTX-2, before a
+    download that could not be used."""
+    if Path(model).is_dir():
+        return kind_of_pipeline(model)
+    if "ltx" in model.lower():
+        raise UserError(
+            f"{model}: no such folder; LTX-2 is not taken from the hub by its id: hf download ID --local-dir FOLDER, "
+            "then --model FOLDER"
+        )
+    return "wan"
+
+
 def run(args: argparse.Namespace) -> None:
     """Samples with a folder of either kind."""
     prompts = prompts_of(args)
     wanted = plan(prompts, Path(args.output), args.samples_per_prompt, args.seed)
-    if is_ltx2(args.model):
+    if kind_of(args.model) == "ltx2":
         check_kind(args, "LTX-2", LTX2_SAMPLERS)
         return ltx2_command.run(args, Path(args.model), prompts, wanted)
     check_kind(args, "Wan", SAMPLERS)

@@ -41,14 +41,15 @@ def _what_to_show(p: argparse.ArgumentParser) -> None:
     g.add_argument("--prompt-file", metavar="FILE", help='JSON {"data": [{"caption": ..., "image"?, '
                    '"negative_prompt"?, "seed"?, "num_frames"?, "height"?, "width"?}]}: one video each')  # fmt: skip
     g.add_argument("--prompt-embeds", metavar="FILE", help="safetensors with prompt_embeds [L, D] and, for guidance, "
-                   "negative_prompt_embeds [L, D]")  # fmt: skip
+                   "negative_prompt_embeds [L, D]; of LTX-2 video_prompt_embeds, audio_prompt_embeds, "
+                   "negative_video_prompt_embeds, negative_audio_prompt_embeds")  # fmt: skip
     g.add_argument("--negative-prompt", default="", help='what to avoid (default: "", the unconditional prompt)')
     g.add_argument("--image", metavar="FILE", help="first frame (PNG, JPEG, or the first frame of a video); scaled to "
                    "cover the video's size, bicubic, and cropped to its centre")  # fmt: skip
     g.add_argument("--clip-feature", metavar="FILE", help="safetensors with clip_feature [M, D] of the image, for "
                    "models that need it in a folder without image encoder")  # fmt: skip
-    g.add_argument("--video", metavar="FILE", help="start from this video: its first frames, scaled like --image, "
-                   "noised to --strength")  # fmt: skip
+    g.add_argument("--video", metavar="FILE", help="Wan: start from this video, noised to --strength; LTX-2: the video "
+                   "whose sound is made. Its first frames, scaled like --image")  # fmt: skip
     g.add_argument("--strength", type=float, default=0.8, help="part of the steps that is run on --video, above 0 to "
                    "1: the larger, the less is left of it (default: %(default)s)")  # fmt: skip
     g.add_argument("--samples-per-prompt", type=int, default=1, metavar="N", help="videos of each prompt, with seeds "
@@ -57,35 +58,39 @@ def _what_to_show(p: argparse.ArgumentParser) -> None:
 
 def _what_to_write(p: argparse.ArgumentParser) -> None:
     g = p.add_argument_group("what to write")
-    g.add_argument("--output", default="sample.mp4", metavar="FILE", help="MP4 to write (default: %(default)s); "
-                   "several videos get the numbers of prompt and sample: sample-003-1.mp4")  # fmt: skip
+    g.add_argument("--output", default="sample.mp4", metavar="FILE", help="MP4 to write (default: %(default)s), "
+                   "sound alone also as .wav or .m4a; several videos get the numbers of prompt and sample: "
+                   "sample-003-1.mp4")  # fmt: skip
     g.add_argument("--contact-sheet", metavar="FILE", help="PNG of evenly spaced frames (default: beside the MP4)")
     g.add_argument("--preview-every", type=int, metavar="N", help="every N steps decode the current estimate of the "
                    "video to OUTPUT.preview.png")  # fmt: skip
     g.add_argument("--save-embeds", metavar="FILE", help="write the embeddings of the prompt (and clip_feature of the "
                    "image) as safetensors for --prompt-embeds and --clip-feature, and stop")  # fmt: skip
-    g.add_argument("--num-frames", type=int, help=f"default: the folder's; {geometry_rule(4, 16)}")
+    g.add_argument("--num-frames", type=int, help=f"default: the folder's; Wan: {geometry_rule(4, 16)}; LTX-2: "
+                   f"{geometry_rule(8, 32)}, of 64 with --two-stage")  # fmt: skip
     g.add_argument("--height", type=int, help="pixels (default: the folder's)")
     g.add_argument("--width", type=int, help="pixels (default: the folder's)")
-    g.add_argument("--fps", type=float, help="frames per second of the MP4 (default: the folder's, else 16)")
+    g.add_argument("--fps", type=float, help="frames per second (default: the folder's, else 16; LTX-2: 24)")
 
 
 def _how_to_sample(p: argparse.ArgumentParser) -> None:
     g = p.add_argument_group("how to sample")
-    g.add_argument("--steps", type=int, help="denoising steps (default: the folder's, else 50)")
+    g.add_argument("--steps", type=int, help="denoising steps (default: the folder's, else 50; LTX-2: 40)")
     g.add_argument("--sampler", choices=sorted({*SAMPLERS, *LTX2_SAMPLERS}), help="default: the folder's")
     g.add_argument("--flow-shift", type=float, help="shift of the noise schedule (default: the folder's)")
     g.add_argument("--guidance-scale", type=float, help="uncond + scale * (cond - uncond); "
-                   "1 turns guidance off (default: the folder's, else 5)")  # fmt: skip
-    g.add_argument("--guidance-rescale", type=float, default=0.0, help="0..1, Lin et al. 2023 (default: 0)")
+                   "1 turns guidance off (default: the folder's, else 5; LTX-2: 3, of the video)")  # fmt: skip
+    g.add_argument("--guidance-rescale", type=float, help="0..1, Lin et al. 2023 (default: the folder's, else 0)")
     g.add_argument("--unconditional", type=_policy, action="append", default=[], metavar="CHANNEL=POLICY",
                    help="what the unconditional branch does with a channel (text, image, ...): keep, zero or "
                    "drop; by default text is the negative prompt's and the rest is kept; may be repeated")  # fmt: skip
-    g.add_argument("--two-pass-guidance", action="store_true", help="two calls per step instead of a doubled batch")
+    g.add_argument("--two-pass-guidance", action="store_true", help="a call for each pass of guidance instead of one "
+                   "batch")  # fmt: skip
     g.add_argument("--seed", type=int, default=0, help="the same seed gives the same video (default: 0)")
     g.add_argument("--device", help="cuda, cuda:1, mps, cpu (default: the best there is)")
     g.add_argument("--dtype", choices=DTYPES, help="compute dtype (default: bf16 on a GPU, fp32 elsewhere)")
-    g.add_argument("--vae-dtype", choices=DTYPES, default="fp32", help="dtype of Wan's VAE (default: %(default)s)")
+    g.add_argument("--vae-dtype", choices=DTYPES, default="fp32", help="dtype of the autoencoders (default: "
+                   "%(default)s)")  # fmt: skip
     g.add_argument("--vae-strips", type=int, default=1, metavar="N", help="decode in N strips of the picture: the same "
                    "video in less memory and a little more time, for Wan's VAE (default: 1)")  # fmt: skip
     g.add_argument("--attention-backend", default="auto", choices=["auto", *(b.name for b in BACKENDS)],
@@ -125,12 +130,11 @@ def _blocks(text: str) -> tuple[int, ...] | None:
 
 
 def _ltx2(p: argparse.ArgumentParser) -> None:
-    g = p.add_argument_group("LTX-2")
+    g = p.add_argument_group("LTX-2: what to make, and of what")
     g.add_argument("--modality", choices=tuple(MODALITIES), help="streams to make of a model with both (default: all)")
-    g.add_argument("--sound", metavar="FILE", help="audio to video: the sound, from its beginning; --video is then "
-                   "video to audio: the pictures, whose sound is made")  # fmt: skip
+    g.add_argument("--sound", metavar="FILE", help="audio to video: the sound, from its beginning")
     g.add_argument("--keyframe", type=_keyframe, action="append", default=[], metavar="FILE@FRAME[:STRENGTH]",
-                   help="a picture that is seen at a frame; may be repeated")  # fmt: skip
+                   help="a picture that is seen at a frame (at 0 as --image); may be repeated")  # fmt: skip
     g.add_argument("--reference", metavar="FILE", help="reference video of an IC-LoRA, which is the first --lora")
     g.add_argument("--reference-attention", type=float, metavar="A", help="how much of it is seen, 0..1 (default: all)")
     g.add_argument("--lora", type=_adapter, action="append", default=[], metavar="FILE[:STRENGTH]",
@@ -140,10 +144,15 @@ def _ltx2(p: argparse.ArgumentParser) -> None:
     g.add_argument("--refine-lora", type=_adapter, action="append", default=[], metavar="FILE[:STRENGTH]",
                    help="the distilled adapter of the second stage, where the weights are not distilled")  # fmt: skip
     g.add_argument("--distilled", action="store_true", help="the weights are distilled, though the folder does not say")
-    g.add_argument("--audio-guidance-scale", type=float, help="of the sound (default: the folder's, else 7)")
-    g.add_argument("--stg-scale", type=float, default=0.0, help="guidance by skipped self-attention (default: 0, off)")
-    g.add_argument("--stg-blocks", type=_blocks, default=(), metavar="N,N", help="in which blocks, or all")
-    g.add_argument("--modality-scale", type=float, default=1.0, help="guidance by each stream alone (default: 1, off)")
+    g = p.add_argument_group("LTX-2: guidance (defaults: the folder's, else the official recipe's of a public model, "
+                             "else none of it; --audio-...: of the sound)")  # fmt: skip
+    g.add_argument("--audio-guidance-scale", type=float, metavar="S", help="(default: the folder's, else 7)")
+    g.add_argument("--stg-scale", type=float, metavar="S", help="by skipped self-attention; 0 turns it off")
+    g.add_argument("--audio-stg-scale", type=float, metavar="S", help="(default: that of --stg-scale)")
+    g.add_argument("--stg-blocks", type=_blocks, default=(), metavar="N,N", help="in which blocks it is, or all")
+    g.add_argument("--modality-scale", type=float, metavar="S", help="by each stream alone; 1 turns it off")
+    g.add_argument("--audio-modality-scale", type=float, metavar="S", help="(default: that of --modality-scale)")
+    g.add_argument("--audio-guidance-rescale", type=float, metavar="R", help="(default: that of --guidance-rescale)")
     g.add_argument("--skip-step", type=int, default=0, metavar="K", help="guide every (K + 1)-th step (default: 0)")
     g.add_argument("--max-batch", type=int, metavar="N", help="largest batch of guidance passes (default: no limit)")
     g.add_argument("--cuda-graph", action="store_true", help="record the model as a CUDA graph (on a GPU)")
@@ -188,7 +197,7 @@ def sampling_of(args: argparse.Namespace, defaults: Defaults, prompt: Prompt = P
     raise_faults("the folder has no default for these, so they must be given:", missing)
     return Sampling(
         **values,
-        guidance_rescale=args.guidance_rescale,
+        guidance_rescale=0.0 if args.guidance_rescale is None else args.guidance_rescale,
         batched_guidance=not args.two_pass_guidance,
         policy=tuple(args.unconditional),
     )

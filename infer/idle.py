@@ -1,4 +1,7 @@
-"""Flags of `python -m infer` that would do nothing beside others: each is an error that names both."""
+"""Flags of `python -m infer` that would do nothing beside others: each is an error that names both.
+
+Those of LTX-2 alone are in `infer.ltx2_idle`.
+"""
 
 import argparse
 from collections.abc import Collection, Sequence
@@ -19,19 +22,21 @@ NOT_EMBEDDED = (
 WAN_ONLY = ("clip_feature", "strength", "unconditional", "flow_shift", "vae_strips", "preview_every")
 LTX2_ONLY = (
     "modality", "sound", "keyframe", "reference", "reference_attention", "lora", "two_stage", "refine_lora",
-    "distilled", "audio_guidance_scale", "stg_scale", "stg_blocks", "modality_scale", "skip_step", "max_batch",
-    "cuda_graph", "vae_tile",
+    "distilled", "audio_guidance_scale", "stg_scale", "audio_stg_scale", "stg_blocks", "modality_scale",
+    "audio_modality_scale", "audio_guidance_rescale", "skip_step", "max_batch", "cuda_graph", "vae_tile",
 )  # fmt: skip
 OF_PROMPTS = ("image", "negative_prompt", "seed", "num_frames", "height", "width")  # what a prompt file may say too
 OF_GUIDANCE = ("negative_prompt", "guidance_rescale", "two_pass_guidance", "unconditional")
 
 
-def _flags(names: Collection[str], given: Collection[str]) -> str:
+def flags_of(names: Collection[str], given: Collection[str]) -> str:
+    """The flags among `names` that are on the command line, as they are written."""
     return ", ".join(f"--{name.replace('_', '-')}" for name in names if name in given)
 
 
-def _idle(names: Collection[str], given: Collection[str], why: str) -> list[str]:
-    flags = _flags(names, given)
+def idle(names: Collection[str], given: Collection[str], why: str) -> list[str]:
+    """The fault that flags of `names` would do nothing, if any is on the command line."""
+    flags = flags_of(names, given)
     return [f"{flags} would do nothing {why}"] if flags else []
 
 
@@ -41,20 +46,20 @@ def idle_flags(args: argparse.Namespace) -> list[str]:
     if args.save_embeds is not None:
         names = [*NOT_EMBEDDED, *(("height", "width") if args.image is None else ())]
         names += [] if "text" in policy else ["unconditional"]
-        faults += _idle(names, given, "beside --save-embeds, which writes embeddings and stops")
+        faults += idle(names, given, "beside --save-embeds, which writes embeddings and stops")
     elif args.video is None:
-        faults += _idle(["strength"], given, "without --video")
+        faults += idle(["strength"], given, "without --video")
     if args.prompt_embeds is not None:
-        faults += _idle(["negative_prompt"], given, "beside --prompt-embeds: its negative_prompt_embeds are used")
+        faults += idle(["negative_prompt"], given, "beside --prompt-embeds: its negative_prompt_embeds are used")
     elif "text" in policy:
-        faults += _idle(["negative_prompt"], given, "beside --unconditional text=...")
+        faults += idle(["negative_prompt"], given, "beside --unconditional text=...")
     return faults + [f"--unconditional names {c} twice" for c in dict.fromkeys(policy) if policy.count(c) > 1]
 
 
 def check_kind(args: argparse.Namespace, kind: str, samplers: Collection[str]) -> None:
     """Refuses flags that pipelines of this kind (`"Wan"`, `"LTX-2"`) do not have, and samplers of the other."""
     other, names = ("LTX-2", LTX2_ONLY) if kind == "Wan" else ("Wan", WAN_ONLY)
-    faults = _idle(names, args.given, f"for this {kind} pipeline: of {other} only")
+    faults = idle(names, args.given, f"for this {kind} pipeline: of {other} only")
     if args.sampler is not None and args.sampler not in samplers:
         faults.append(f"--sampler {args.sampler} is none of {kind}'s: {', '.join(sorted(samplers))}")
     raise_faults(f"{args.model} cannot be sampled so:", faults)
@@ -63,13 +68,13 @@ def check_kind(args: argparse.Namespace, kind: str, samplers: Collection[str]) -
 def idle_beside_prompts(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:
     """Faults of flags that say what every prompt of `--prompt-file` says itself."""
     said = [name for name in OF_PROMPTS if all(getattr(prompt, name) is not None for prompt in prompts)]
-    return _idle(said, args.given, f"beside --prompt-file {args.prompt_file}: every prompt there has its own")
+    return idle(said, args.given, f"beside --prompt-file {args.prompt_file}: every prompt there has its own")
 
 
 def check_idle(args: argparse.Namespace, pipe: Pipeline, guidance_scale: float, steps: int = 1) -> None:
     """Refuses flags that would do nothing for this model and sampling: one UserError for all of them."""
     cfg, faults = pipe.cfg, []
-    if guidance_scale == 1.0 and (flags := _flags(OF_GUIDANCE, args.given)):
+    if guidance_scale == 1.0 and (flags := flags_of(OF_GUIDANCE, args.given)):
         faults.append(f"guidance is off (scale 1), so {flags} would do nothing: give --guidance-scale too")
     has = {"text": True, "image": cfg.image_dim is not None, "first_frame": cfg.condition_channels > 0}
     channels = ", ".join(channel for channel in has if has[channel])
@@ -80,9 +85,9 @@ def check_idle(args: argparse.Namespace, pipe: Pipeline, guidance_scale: float, 
     ]
     if cfg.image_dim is None:
         takes = "no features of images" if takes_image(pipe) else "text only"
-        faults += _idle(["clip_feature"], args.given, f"for this model: the transformer takes {takes}")
+        faults += idle(["clip_feature"], args.given, f"for this model: the transformer takes {takes}")
         if args.save_embeds is not None:
-            faults += _idle(["image"], args.given, f"beside --save-embeds: the transformer takes {takes}")
+            faults += idle(["image"], args.given, f"beside --save-embeds: the transformer takes {takes}")
     raise_faults("flags that would do nothing:", faults + _preview_faults(args, steps))
 
 

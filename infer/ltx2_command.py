@@ -2,40 +2,44 @@
 
 import argparse
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
-import torch
 from torch import Tensor
 
 from core import devices
 from core.errors import UserError, raise_faults
 from core.files import check_target
-from core.geometry import to_video
-from infer.flags import DTYPES
+from core.trees import Params
+from infer.flags import DTYPES, SIZES
 from infer.ltx2_folder import LTX2Defaults, LTX2Pipeline, open_ltx2, with_weights
-from infer.ltx2_generate import Clip, Given, LTX2Sampling, check_sampling, generate, schedule_of
+from infer.ltx2_generate import Clip, generate
+from infer.ltx2_given import check_files, check_places, encode_files, read_files, reference_info
 from infer.ltx2_guidance import StreamGuidance
+from infer.ltx2_idle import check_ltx2_flags, check_ltx2_guidance
+from infer.ltx2_sampling import Given, LTX2Sampling, check_sampling, schedule_of
 from infer.ltx2_schedules import DISTILLED_SIGMAS
-from infer.ltx2_stages import adapted, check_stages, generate_two_stage, half, read_loras
+from infer.ltx2_stages import adapted, all_steps, check_stages, generate_two_stage, half, read_loras
 from infer.ltx2_text import read_texts, save_texts
-from infer.media import contact_sheet, read_video, write_video
+from infer.media import contact_sheet, frame_rate, write_video
 from infer.progress import progress
 from infer.prompts import Prompt, Wanted
-from infer.sound import Sound, read_sound, spectrogram, write_sound
+from infer.sound import spectrogram, write_sound
 from infer.words import counted
 from kernels import Attention
-from nn.ltx2_conditions import Condition, FirstFrame, Keyframe, Reference
 from nn.ltx2_lora import LoraInfo
 from nn.run import Run
 
 Texts = dict[str, Tensor]  # `[1, L, D]` by stream
-SIZES = ("num_frames", "height", "width")
+SHOWN = 6  # frames of a clip that are kept for the contact sheet of many
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class LTX2Job:
-    """All that the clips of one prompt need besides the transformer; `small` is `given` for the first of two stages."""
+    """All that the clips of one prompt need besides the transformer.
+
+    `given` is for the whole size; with two stages `small` is for the first one, else the same.
+    """
 
     prompt: Prompt
     sampling: LTX2Sampling
@@ -48,12 +52,13 @@ class LTX2Job:
 # --- what the flags say ---------------------------------------------------------------------------------------
 
 
-def sampling_of(args: argparse.Namespace, defaults: LTX2Defaults, prompt: Prompt) -> LTX2Sampling:
+def sampling_of(args: argparse.Namespace, pipe: LTX2Pipeline, prompt: Prompt) -> LTX2Sampling:
     """The prompt's sizes over the command line over the folder's defaults. Raises UserError for what is missing."""
-    pick = lambda name: next(  # noqa: E731
-        (v for v in (getattr(prompt, name, None), getattr(args, name), getattr(defaults, name)) if v is not None), None
-    )
+    defaults, places = pipe.defaults, (prompt, args, pipe.defaults)
+    pick = lambda name: next((v for p in places if (v := getattr(p, name, None)) is not None), None)  # noqa: E731
     sizes = {name: pick(name) for name in SIZES}
+    if "video" not in pipe.streams:  # sound has no height and no width
+        sizes |= {"height": 0, "width": 0}
     missing = [f"--{k.replace('_', '-')}" for k, v in sizes.items() if v is None]
     raise_faults("the folder has no default for these, so they must be given:", missing)
     steps = args.steps
@@ -74,56 +79,39 @@ def sampling_of(args: argparse.Namespace, defaults: LTX2Defaults, prompt: Prompt
 
 
 def guidance_of(args: argparse.Namespace, defaults: LTX2Defaults, name: str) -> StreamGuidance:
-    """Guidance of one stream; distilled weights have none by default."""
-    field = "guidance_scale" if name == "video" else "audio_guidance_scale"
-    scale = getattr(args, field)
-    if scale is None:
-        scale = 1.0 if defaults.distilled else getattr(defaults, field)
+    """Guidance of one stream, from its own flags, those of both, and the defaults: none for distilled weights."""
+    own = "" if name == "video" else "audio_"
+    folder = LTX2Defaults(guidance_scale=1.0, audio_guidance_scale=1.0) if defaults.distilled else defaults
+    pick = lambda *found: next(v for v in found if v is not None)  # noqa: E731
+    either = lambda key: pick(getattr(args, f"{own}{key}"), getattr(args, key), getattr(folder, key))  # noqa: E731
     return StreamGuidance(
-        cfg_scale=scale,
-        stg_scale=args.stg_scale,
-        stg_blocks=args.stg_blocks,
-        modality_scale=args.modality_scale,
-        rescale=args.guidance_rescale,
+        cfg_scale=pick(getattr(args, f"{own}guidance_scale"), getattr(folder, f"{own}guidance_scale")),
+        stg_scale=either("stg_scale"),
+        stg_blocks=folder.stg_blocks if args.stg_blocks == () else args.stg_blocks,
+        modality_scale=either("modality_scale"),
+        rescale=either("guidance_rescale"),
         skip_step=args.skip_step,
     )
 
 
-def by_text(sampling: LTX2Sampling, streams: Sequence[str]) -> bool:
+def by_text(guidance: Sequence[StreamGuidance]) -> bool:
     """Whether some stream is guided by text, which needs a negative prompt."""
-    return any(getattr(sampling, name).cfg_scale != 1 for name in streams)
+    return any(one.cfg_scale != 1 for one in guidance)
 
 
-def check_flags(args: argparse.Namespace, pipe: LTX2Pipeline) -> None:
-    """Refuses flags that this pipeline has no use for, all at once."""
-    faults = []
-    needs = {"video": ("image", "keyframe", "reference", "video", "two_stage", "contact_sheet"), "audio": ("sound",)}
-    for name, flags in needs.items():
-        if name not in pipe.streams:
-            said = [f"--{flag.replace('_', '-')}" for flag in flags if flag in args.given]
-            faults += [f"{flag}: the model is {pipe.cfg.modality}" for flag in said]
-    if "audio_guidance_scale" in args.given and "audio" not in pipe.streams:
-        faults.append(f"--audio-guidance-scale: the model is {pipe.cfg.modality}")
-    if "modality_scale" in args.given and not pipe.cfg.crossed:
-        faults.append(f"--modality-scale: the model is {pipe.cfg.modality}, so nothing is seen of another stream")
-    if "refine_lora" in args.given and not args.two_stage:
-        faults.append("--refine-lora does nothing without --two-stage")
-    if args.video is not None and (args.image is not None or args.keyframe or args.reference is not None):
-        faults.append("--video gives the whole video: leave out --image, --keyframe and --reference")
-    if "reference_attention" in args.given and args.reference is None:
-        faults.append("--reference-attention does nothing without --reference")
-    raise_faults("flags that would do nothing:", faults)
+def given_streams(args: argparse.Namespace) -> list[str]:
+    """The streams that are given as a whole."""
+    return [name for name, path in (("video", args.video), ("audio", args.sound)) if path is not None]
 
 
-def needs_of(args: argparse.Namespace, modality: str | None) -> list[str]:
+def needs_of(args: argparse.Namespace) -> list[str]:
     """The models around the transformer that the flags call for."""
-    wanted = {
-        "text_encoder": args.prompt_embeds is None,
-        "latent_upsampler": args.two_stage,
-        "audio_vae": args.sound is not None,
-        "vae": args.video is not None or args.image is not None or bool(args.keyframe),
-    }
-    without = {"video": ("audio_vae",), "audio": ("vae", "latent_upsampler")}.get(modality, ())  # see check_flags
+    wanted = {"text_encoder": args.prompt_embeds is None}
+    if args.save_embeds is None:
+        wanted["latent_upsampler"] = args.two_stage
+        wanted["audio_vae"] = args.sound is not None
+        wanted["vae"] = any((args.video, args.image, args.keyframe, args.reference))
+    without = {"video": ("audio_vae",), "audio": ("vae", "latent_upsampler")}.get(args.modality, ())  # told of later
     return [name for name, needed in wanted.items() if needed and name not in without]
 
 
@@ -134,7 +122,8 @@ def embedded(args: argparse.Namespace, pipe: LTX2Pipeline, prompts: Sequence[Pro
     """`(text, negative)` of every prompt, `[1, L, D]` by stream; each distinct text is embedded once."""
     row = lambda texts: {name: texts[name][None] for name in pipe.streams}  # noqa: E731
     if args.prompt_embeds is not None:
-        text, negative = read_texts(args.prompt_embeds, pipe.streams, guided)
+        widths = {s.name: s.text_dim for s in pipe.cfg.streams}
+        text, negative = read_texts(args.prompt_embeds, pipe.streams, guided, widths=widths)
         return [(row(text), None if negative is None else row(negative))]
     avoided = [args.negative_prompt if p.negative_prompt is None else p.negative_prompt for p in prompts]
     order = list(dict.fromkeys([*(p.caption for p in prompts), *(avoided if guided else ())]))
@@ -142,76 +131,89 @@ def embedded(args: argparse.Namespace, pipe: LTX2Pipeline, prompts: Sequence[Pro
     return [(row(found[p.caption]), row(found[n]) if guided else None) for p, n in zip(prompts, avoided, strict=True)]
 
 
-def _pixels(path: Path, sampling: LTX2Sampling, num_frames: int, scale: int = 1) -> Tensor:
-    """Frames of a file as a video `[1, 3, T, H, W]` of the clip's size, `scale` times smaller."""
-    size = (sampling.height // scale, sampling.width // scale)
-    return to_video(read_video(path, num_frames=num_frames, size=size).frames)[None].float()
+def checked(args: argparse.Namespace, pipe: LTX2Pipeline, prompt: Prompt, info: LoraInfo) -> LTX2Sampling:
+    """How a prompt is sampled. Raises UserError where it cannot be."""
+    sampling, given = sampling_of(args, pipe, prompt), given_streams(args)
+    down, every = info.reference_downscale_factor, info.reference_temporal_scale_factor
+    if args.two_stage:
+        check_stages(pipe, sampling, refined=bool(args.refine_lora), given=given, down=down, every=every)
+    else:
+        check_sampling(pipe, sampling, given=given, scale=down, every=every)
+    frame_rate(sampling.fps)
+    check_places(args, pipe, prompt.image, sampling)
+    guidance = {name: getattr(sampling, name) for name in pipe.streams if name not in given}
+    check_ltx2_guidance(args, pipe.cfg, guidance, schedule_of(pipe, sampling))
+    return sampling
 
 
-def given_of(
-    args: argparse.Namespace, pipe: LTX2Pipeline, prompt: Prompt, sampling: LTX2Sampling, loras: Sequence[LoraInfo]
-) -> Given:
-    """What the flags and the prompt give besides text, encoded."""
-    conditions: list[Condition] = []
-    extras, streams = {}, {}
-    if prompt.image is not None:
-        conditions.append(FirstFrame("image"))
-        extras["image"] = pipe.vae.encode(_pixels(prompt.image, sampling, 1))
-    for i, (path, frame, strength) in enumerate(args.keyframe):
-        conditions.append(Keyframe(f"keyframe {i}", strength=strength, frame=frame))
-        extras[f"keyframe {i}"] = pipe.vae.encode(_pixels(path, sampling, 1))
-    if args.reference is not None:
-        info = loras[0] if loras else LoraInfo()
-        down, every = info.reference_downscale_factor, info.reference_temporal_scale_factor
-        conditions.append(Reference("reference", downscale=down, temporal=every, attention=args.reference_attention))
-        video = _pixels(Path(args.reference), sampling, sampling.num_frames, down)
-        kept = video if every == 1 else torch.cat([video[:, :, :1], video[:, :, 1::every]], dim=2)
-        extras["reference"] = pipe.vae.encode(kept)
-    if args.video is not None:
-        streams["video"] = pipe.vae.encode(_pixels(Path(args.video), sampling, sampling.num_frames))
-    if args.sound is not None:
-        streams["audio"] = sound_latents(pipe, Path(args.sound), sampling)
-    return Given(streams, {"video": conditions} if conditions else {}, extras)
+def stages_of(args: argparse.Namespace, sampling: LTX2Sampling, info: LoraInfo) -> list[tuple]:
+    """Size and reference of each stage: with two of them the first alone sees references."""
+    return [(half(sampling), info), (sampling, None)] if args.two_stage else [(sampling, info)]
 
 
-def sound_latents(pipe: LTX2Pipeline, path: Path, sampling: LTX2Sampling) -> Tensor:
-    """Latents `[1, C, T, F]` of the beginning of a sound, as long as the clip (silence where it is shorter)."""
-    count = pipe.sound.latent_frames(sampling.seconds)
-    seconds = max(sampling.seconds, (count + 1) / pipe.sound.latents_per_second)
-    sound = read_sound(path, rate=pipe.sound.input_rate, seconds=seconds)
-    return pipe.sound.encode(sound.waveform[None])[:, :, :count]
-
-
-def prepare(args: argparse.Namespace, pipe: LTX2Pipeline, prompts: Sequence[Prompt], loras) -> list[LTX2Job]:
-    """Everything that is encoded. Raises one UserError with every prompt that cannot be sampled, before any work."""
-    samplings, faults = [], []
-    whole = [name for name, path in (("video", args.video), ("audio", args.sound)) if path is not None]
+def _each(args: argparse.Namespace, prompts: Sequence[Prompt], work: Callable[[int, Prompt], object]) -> list:
+    """`work` for every prompt; one UserError with the faults of all, by their place in the prompt file."""
+    done, faults = [], []
     for i, prompt in enumerate(prompts):
         try:
-            sampling = sampling_of(args, pipe.defaults, prompt)
-            check_sampling(pipe, sampling, given=whole, scale=2 if args.two_stage else 1)
-            schedule_of(pipe, sampling)
-            samplings.append(sampling)
+            done.append(work(i, prompt))
         except UserError as error:
             if args.prompt_file is None:
                 raise
             faults.append(f"data[{i}]: {error}")
     raise_faults(f"{args.prompt_file}: prompts that cannot be sampled", faults)
-    guided = any(by_text(s, pipe.streams) for s in samplings)
-    texts = embedded(args, pipe, prompts, guided)
+    return done
+
+
+def prepare(
+    args: argparse.Namespace, pipe: LTX2Pipeline, prompts: Sequence[Prompt], loras: Sequence[LoraInfo]
+) -> list[LTX2Job]:
+    """Everything that is encoded, before the transformer is read: one encoder at a time is in memory.
+
+    Raises one UserError with every prompt that cannot be sampled; all files are read before the first encoder is.
+    """
+    info = reference_info(args, loras)
+    samplings = _each(args, prompts, lambda i, prompt: checked(args, pipe, prompt, info))
+    files = {}  # by what they depend on: prompts of one size and picture share them
+
+    def read(i: int, prompt: Prompt) -> None:
+        for size, seen in stages_of(args, samplings[i], info):
+            if (prompt.image, size) not in files:
+                files[prompt.image, size] = read_files(args, prompt.image, size, seen, pipe.sound)
+                check_files(pipe, files[prompt.image, size], size)
+
+    _each(args, prompts, read)
+    made = [name for name in pipe.streams if name not in given_streams(args)]
+    texts = embedded(args, pipe, prompts, any(by_text([getattr(s, name) for name in made]) for s in samplings))
+    encoded = {place: encode_files(pipe, found, place[1]) for place, found in files.items()}
     jobs = []
     for prompt, sampling, (text, negative) in zip(prompts, samplings, texts, strict=True):
-        given = given_of(args, pipe, prompt, sampling, loras)
-        small = given_of(args, pipe, prompt, half(sampling), loras) if args.two_stage else given
-        jobs.append(LTX2Job(prompt, sampling, text, negative, given, small))
+        given = [encoded[prompt.image, size] for size, _ in stages_of(args, sampling, info)]
+        jobs.append(LTX2Job(prompt, sampling, text, negative, given[-1], given[0]))
     return jobs
+
+
+def with_adapters(
+    args: argparse.Namespace, pipe: LTX2Pipeline, loras: Sequence[Params], refining: Sequence[Params]
+) -> tuple[LTX2Pipeline, LTX2Pipeline | None]:
+    """The pipeline with `--lora`, and that of the second stage where its adapters are others.
+
+    The second stage has the adapters of `--refine-lora` besides, and not that of the references, which it does not see.
+    """
+    pipe = with_weights(pipe)
+    kept = loras if args.reference is None else loras[1:]
+    changed = args.two_stage and (bool(refining) or len(kept) < len(loras))
+    return adapted(pipe, loras), adapted(pipe, [*kept, *refining]) if changed else None
 
 
 # --- the command ----------------------------------------------------------------------------------------------
 
 
-def outputs_of(args: argparse.Namespace, wanted: Sequence[Wanted], streams: Sequence[str]) -> dict[str, Path]:
-    """The pictures beside the clips: the contact sheet, and with sound the spectrogram. Raises UserError for names."""
+def outputs_of(args: argparse.Namespace, streams: Sequence[str]) -> dict[str, Path]:
+    """The pictures beside the clips: the contact sheet, and with sound the spectrogram.
+
+    Raises UserError for names with another ending.
+    """
     output = Path(args.output)
     allowed = (".mp4",) if "video" in streams else (".mp4", ".m4a", ".wav")
     if output.suffix.lower() not in allowed:
@@ -219,6 +221,8 @@ def outputs_of(args: argparse.Namespace, wanted: Sequence[Wanted], streams: Sequ
     out = {}
     if "video" in streams:
         out["sheet"] = output.with_suffix(".png") if args.contact_sheet is None else Path(args.contact_sheet)
+        if out["sheet"].suffix.lower() != ".png":
+            raise UserError(f"--contact-sheet {out['sheet']}: expected a name ending in .png")
     if "audio" in streams:
         out["spectrogram"] = output.with_suffix(".spectrogram.png")
     return out
@@ -238,7 +242,8 @@ def check_targets(args: argparse.Namespace, wanted: Sequence[Wanted], outputs: M
 def make(pipe: LTX2Pipeline, refiner: LTX2Pipeline | None, args, job: LTX2Job, one: Wanted, label: str) -> Clip:
     """One clip."""
     run = Run(attention=Attention(args.attention_backend))
-    with progress(label, job.sampling.steps, "steps") as update:
+    steps = all_steps(job.sampling) if args.two_stage else job.sampling.steps
+    with progress(label, steps, "steps") as update:
         shared = {"given": job.given, "run": run, "progress": lambda done, total: update(done)}
         call = (pipe, job.sampling, job.texts, job.negative, [one.seed])
         if args.two_stage:
@@ -260,54 +265,86 @@ def write_pictures(outputs: Mapping[str, Path], rows: Sequence[tuple[str, Clip]]
     """The contact sheet and the spectrograms of all clips."""
     if "sheet" in outputs:
         contact_sheet([(label, clip.frames) for label, clip in rows], outputs["sheet"])
-    sounds: list[tuple[str, Sound]] = [(label, clip.sound) for label, clip in rows if clip.sound is not None]
+    sounds = [(label, clip.sound) for label, clip in rows if clip.sound is not None]
     if "spectrogram" in outputs and sounds:
         spectrogram(sounds, outputs["spectrogram"])
 
 
-def run(args: argparse.Namespace, folder: Path, prompts: Sequence[Prompt], wanted: Sequence[Wanted]) -> None:
-    """Samples the clips and writes them with their pictures, or with `--save-embeds` the embeddings alone."""
-    device = devices.resolve(args.device)
-    dtype = devices.default_compute_dtype(device) if args.dtype is None else DTYPES[args.dtype]
-    pipe = open_ltx2(
-        folder, device=device, dtype=dtype, needs=needs_of(args, args.modality), modality=args.modality,
-        vae_dtype=DTYPES[args.vae_dtype], vae_tile=args.vae_tile,
-    )  # fmt: skip
-    if args.distilled:
-        pipe = dataclasses.replace(pipe, defaults=dataclasses.replace(pipe.defaults, distilled=True))
-    check_flags(args, pipe)
-    if args.save_embeds is not None:
-        ((text, negative),) = embedded(args, pipe, prompts, True)
-        rows = lambda texts: {name: v[0] for name, v in texts.items()}  # noqa: E731
-        save_texts(args.save_embeds, rows(text), rows(negative))
-        print(f"wrote {args.save_embeds}")
-        return
-    outputs = outputs_of(args, wanted, pipe.streams)
-    check_targets(args, wanted, outputs)
-    sampling = sampling_of(args, pipe.defaults, prompts[0])
-    if args.two_stage:
-        check_stages(pipe, sampling, pipe if args.refine_lora else None, Given())
-    adapters, infos = read_loras(pipe, args.lora)
-    refining, _ = read_loras(pipe, args.refine_lora)
-    jobs = prepare(args, pipe, prompts, infos)
-    pipe = with_weights(pipe)
-    refiner = adapted(pipe, refining) if refining else None
-    pipe = adapted(pipe, adapters) if adapters else pipe
+def _few(clip: Clip) -> Clip:
+    """The clip with as many frames as a contact sheet of many clips shows."""
+    if clip.frames is None:
+        return clip
+    return dataclasses.replace(clip, frames=clip.frames[:: -(-len(clip.frames) // SHOWN)].clone())
+
+
+def write_all(
+    args: argparse.Namespace,
+    pipe: LTX2Pipeline,
+    refiner: LTX2Pipeline | None,
+    jobs: Sequence[LTX2Job],
+    wanted: Sequence[Wanted],
+    outputs: Mapping[str, Path],
+) -> None:
+    """Makes and writes the clips one after another, then the pictures of all of them."""
     rows = []
     for i, one in enumerate(wanted):
         label = "sampling" if len(wanted) == 1 else f"sampling {i + 1} of {len(wanted)}"
         job = jobs[i // args.samples_per_prompt]
         clip = make(pipe, refiner, args, job, one, label)
-        try:
-            write(one.output, clip, job.sampling.fps)
-        except OSError as error:
-            raise UserError(f"the clip could not be written: {error}") from None
-        rows.append((one.prompt.caption, clip))
+        write(one.output, clip, job.sampling.fps)
+        rows.append((one.prompt.caption, clip if len(wanted) == 1 else _few(clip)))
         if len(wanted) > 1:
             print(f"wrote {one.output} (seed {one.seed})")
     write_pictures(outputs, rows)
-    s, also = jobs[-1].sampling, " and ".join(str(p) for p in outputs.values())
-    made = f"{counted(s.num_frames, 'frame')}, {s.width}x{s.height}, {s.fps:g} fps"
-    what = made if "video" in pipe.streams else f"{s.seconds:.2f} s"
-    many = f"{len(wanted)} clips"
-    print(f"wrote {f'{wanted[0].output} ({what})' if len(wanted) == 1 else many} and {also}")
+
+
+def summary(pipe: LTX2Pipeline, sampling: LTX2Sampling, wanted: Sequence[Wanted], outputs: Mapping[str, Path]) -> str:
+    """What was written, in words."""
+    size = f"{counted(sampling.num_frames, 'frame')}, {sampling.width}x{sampling.height}, {sampling.fps:g} fps"
+    what = size if "video" in pipe.streams else f"{sampling.seconds:.2f} s"
+    clips = f"{wanted[0].output} ({what})" if len(wanted) == 1 else f"{len(wanted)} clips"
+    return f"wrote {' and '.join([clips, *map(str, outputs.values())])}"
+
+
+def write_embeddings(args: argparse.Namespace, pipe: LTX2Pipeline, prompts: Sequence[Prompt]) -> None:
+    """What `--save-embeds` asks for: the text, and with guidance by text the negative text."""
+    guided = by_text([guidance_of(args, pipe.defaults, name) for name in pipe.streams])
+    ((text, negative),) = embedded(args, pipe, prompts, guided)
+    rows = lambda texts: None if texts is None else {name: v[0] for name, v in texts.items()}  # noqa: E731
+    save_texts(args.save_embeds, rows(text), rows(negative))
+    print(f"wrote {args.save_embeds}")
+
+
+def opened(args: argparse.Namespace, folder: Path) -> LTX2Pipeline:
+    """The pipeline of the flags, its transformer not read. Raises UserError for flags that it has no use for."""
+    device = devices.resolve(args.device)
+    dtype = devices.default_compute_dtype(device) if args.dtype is None else DTYPES[args.dtype]
+    pipe = open_ltx2(
+        folder, device=device, dtype=dtype, needs=needs_of(args), modality=args.modality,
+        vae_dtype=DTYPES[args.vae_dtype], vae_tile=args.vae_tile,
+    )  # fmt: skip
+    if args.distilled:
+        pipe = dataclasses.replace(pipe, defaults=dataclasses.replace(pipe.defaults, distilled=True))
+    check_ltx2_flags(args, pipe.cfg, device)
+    return pipe
+
+
+def run(args: argparse.Namespace, folder: Path, prompts: Sequence[Prompt], wanted: Sequence[Wanted]) -> None:
+    """Samples the clips and writes them with their pictures, or with `--save-embeds` the embeddings alone.
+
+    The transformer stays in memory while its clips are decoded, pictures a few at a time.
+    """
+    pipe = opened(args, folder)
+    if args.save_embeds is not None:
+        check_target(Path(args.save_embeds))
+        return write_embeddings(args, pipe, prompts)
+    outputs = outputs_of(args, pipe.streams)
+    check_targets(args, wanted, outputs)
+    (loras, infos), (refining, _) = read_loras(pipe, args.lora), read_loras(pipe, args.refine_lora)
+    jobs = prepare(args, pipe, prompts, infos)
+    pipe, refiner = with_adapters(args, pipe, loras, refining)
+    try:
+        write_all(args, pipe, refiner, jobs, wanted, outputs)
+    except OSError as error:
+        raise UserError(f"the clip could not be written: {error}") from None
+    print(summary(pipe, jobs[-1].sampling, wanted, outputs))

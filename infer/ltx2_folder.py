@@ -29,10 +29,9 @@ from core.transforms import apply
 from core.trees import Params
 from infer.autoencoders import AudioVae, Vae, load_audio_vae, load_vae
 from infer.encoders import read_mapping
-from infer.folder import INDEX, copy_files
-from infer.ltx2_schedules import LTX2_SAMPLERS, SHIFTS, TERMINAL, TOKENS
+from infer.folder import IMAGE_PIPELINE, INDEX, PIPELINE, copy_files
+from infer.ltx2_defaults import SCHEDULER, LTX2Defaults, read_defaults, scheduler_config
 from infer.ltx2_text import LTX2Text, load_ltx2_text
-from infer.schedules import is_int, is_number
 from nn import ltx2_upsampler
 from nn.config_files import open_model
 from nn.ltx2_config import LTX2Config
@@ -43,7 +42,6 @@ from nn.ltx2_upsampler import UpsamplerConfig
 PIPELINES = {"audio_video": "LTX2Pipeline", "video": "LTX2VideoOnlyPipeline", "audio": "LTX2AudioOnlyPipeline"}
 """Class names of pipelines by the streams of their model; the first is Diffusers', the others are ours."""
 
-SCHEDULER = "FlowMatchEulerDiscreteScheduler"
 # How Diffusers' index names the classes that are its own or transformers'; ours have no such entry.
 LIBRARIES = {
     **dict.fromkeys(("AutoencoderKLLTX2Video", "AutoencoderKLLTX2Audio"), "diffusers"),
@@ -53,24 +51,6 @@ LIBRARIES = {
 }
 PARTS = ("vae", "audio_vae", "vocoder", "text_encoder", "tokenizer", "connectors", "latent_upsampler")
 BESIDE_TEXT = ("tokenizer", "connectors")
-
-
-@dataclasses.dataclass(frozen=True)
-class LTX2Defaults:
-    """What sampling uses when nothing else is asked for. None: the caller must say.
-
-    `distilled` marks weights that were distilled to the fixed schedules of `ltx2_schedules.DISTILLED_SIGMAS`.
-    """
-
-    num_frames: int | None = None
-    height: int | None = None
-    width: int | None = None
-    fps: float = 24.0
-    steps: int = 40
-    sampler: str = "euler"
-    guidance_scale: float = 3.0
-    audio_guidance_scale: float = 7.0
-    distilled: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -98,10 +78,19 @@ class LTX2Pipeline:
         return tuple(s.name for s in self.cfg.streams)
 
 
-def is_ltx2(folder: str | Path) -> bool:
-    """Whether a pipeline folder is LTX-2's, by the class in its index; False too where there is none to read."""
-    path = Path(folder) / INDEX
-    return path.is_file() and read_mapping(path).get("_class_name") in PIPELINES.values()
+def kind_of_pipeline(folder: str | Path) -> str:
+    """`"wan"` or `"ltx2"`: what a pipeline folder holds, by the class in its index.
+
+    Raises UserError for another class, or a folder that is no pipeline.
+    """
+    folder = Path(folder)
+    if not folder.is_dir():
+        raise UserError(f"{folder}: no such folder")
+    kinds = {PIPELINE: "wan", IMAGE_PIPELINE: "wan", **dict.fromkeys(PIPELINES.values(), "ltx2")}
+    found = read_mapping(folder / INDEX).get("_class_name")
+    if found not in kinds:
+        raise UserError(f"{folder / INDEX}: _class_name is {found!r}, expected one of {', '.join(kinds)}")
+    return kinds[found]
 
 
 # --- reading --------------------------------------------------------------------------------------------------
@@ -116,39 +105,15 @@ def read_index(folder: Path) -> dict[str, Any]:
     return index
 
 
-def _noted_fault(name: str, value: Any) -> str | None:
-    """What is wrong with an entry of `_sampling`, or None."""
-    if name in ("num_frames", "height", "width", "steps"):
-        return None if is_int(value) and value >= 1 else "expected an integer of at least 1"
-    if name == "fps":
-        return None if is_number(value) and value > 0 else "expected a number above 0"
-    if name in ("guidance_scale", "audio_guidance_scale"):
-        return None if is_number(value) else "expected a number"
-    if name == "sampler":
-        return None if value in LTX2_SAMPLERS else f"expected one of {', '.join(LTX2_SAMPLERS)}"
-    if name == "distilled":
-        return None if isinstance(value, bool) else "expected true or false"
-    return f"unknown, expected one of {', '.join(f.name for f in dataclasses.fields(LTX2Defaults))}"
-
-
-def read_defaults(folder: Path, index: Mapping[str, Any]) -> LTX2Defaults:
-    """The sampling that an export noted in the index. Raises one UserError for every entry that cannot be used."""
-    noted = index.get("_sampling", {})
-    if not isinstance(noted, dict):
-        raise UserError(f"{folder / INDEX}: _sampling is {noted!r}, expected a mapping")
-    faults = [f"_sampling.{k} is {v!r}: {why}" for k, v in noted.items() if (why := _noted_fault(k, v)) is not None]
-    raise_faults(f"{folder / INDEX}: cannot be sampled from", faults)
-    return LTX2Defaults(**noted)
-
-
 def load_upsampler(folder: Path, *, device: torch.device, dtype: torch.dtype) -> Callable[[Tensor], Tensor]:
     """The latent upsampler of a folder; its weights are read by each call and freed after it.
 
     Raises UserError for another model, or weights that do not fit the config.
     """
     tree, cfg = open_model(folder, UpsamplerConfig, ltx2_upsampler.CLASS_NAME, ltx2_upsampler.param_specs)
-    if cfg.temporal_upsample:
-        raise UserError(f"{folder}: it makes more frames, expected one that makes pictures larger")
+    rational = cfg.rational
+    if cfg.temporal_upsample or (rational is not None and rational != (2, 1)):
+        raise UserError(f"{folder}: expected an upsampler to twice the height and width, and as many frames")
     bound = cast(dtype)(tree.specs)
 
     def upsample(latents: Tensor) -> Tensor:
@@ -212,7 +177,7 @@ def open_ltx2(
         raise UserError(f"{folder}: no such folder")
     index = read_index(folder)
     tree, cfg = open_transformer(folder / "transformer", modality)
-    names, defaults = [s.name for s in cfg.streams], read_defaults(folder, index)
+    names, defaults = [s.name for s in cfg.streams], read_defaults(folder, index, cfg)
     vocoder = folder / "vocoder" if (folder / "vocoder").is_dir() else None
 
     def vae(part: Path) -> Vae:
@@ -263,21 +228,6 @@ def with_weights(pipe: LTX2Pipeline) -> LTX2Pipeline:
 
 
 # --- writing --------------------------------------------------------------------------------------------------
-
-
-def scheduler_config(distilled: bool) -> dict[str, Any]:
-    """`scheduler_config.json` of the same schedule for Diffusers; distilled models bring sigmas of their own."""
-    return {
-        "_class_name": SCHEDULER,
-        "num_train_timesteps": 1000,
-        "use_dynamic_shifting": not distilled,
-        "base_shift": SHIFTS[0],
-        "max_shift": SHIFTS[1],
-        "base_image_seq_len": TOKENS[0],
-        "max_image_seq_len": TOKENS[1],
-        "shift_terminal": None if distilled else TERMINAL,
-        "time_shift_type": "exponential",
-    }
 
 
 def _entry(folder: Path) -> list[str]:

@@ -6,7 +6,6 @@ of a stream that is generated.
 """
 
 import dataclasses
-import math
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -15,20 +14,27 @@ from torch import Tensor
 from core import keys
 from core.capture import replayed
 from core.errors import UserError, raise_faults
-from core.geometry import check_geometry
 from infer.autoencoders import decode_frames
 from infer.ltx2_folder import LTX2Pipeline
-from infer.ltx2_guidance import Guidance, StreamGuidance, guided_velocity, pack_streams, unpack_streams
-from infer.ltx2_schedules import LTX2_SAMPLERS, distilled_schedule, shifted_schedule
-from infer.schedules import Schedule, is_int, is_number
+from infer.ltx2_guidance import guided_velocity, pack_streams, unpack_streams
+from infer.ltx2_sampling import (
+    Given,
+    LTX2Sampling,
+    check_given,
+    check_sampling,
+    geometry_of,
+    latents_of,
+    schedule_of,
+    shapes_of,
+    tokens_of,
+)
+from infer.ltx2_schedules import LTX2_SAMPLERS
+from infer.schedules import Schedule
 from infer.sound import Sound
 from infer.words import counted
-from nn import ltx2, ltx2_inputs
+from nn import ltx2
 from nn.ltx2_conditions import (
-    AudioGeometry,
-    Condition,
     Geometry,
-    VideoGeometry,
     Written,
     noise_latents,
     own_positions,
@@ -45,141 +51,12 @@ Progress = Callable[[int, int], None]
 GIVEN = "given"  # suffix of the channel that holds a given stream's clean tokens
 
 
-@dataclasses.dataclass(frozen=True)
-class LTX2Sampling:
-    """Geometry in frames, pixels and frames per second, and how it is sampled.
-
-    Args:
-        video, audio: guidance of each stream.
-        distilled: the fixed schedule of distilled models in place of `steps`, which then must be its length.
-        batched_guidance: the passes of guidance as one batch. max_batch: samples of a call; None: all.
-        cuda_graph: record the model as a CUDA graph and replay it (on a GPU).
-    """
-
-    num_frames: int
-    height: int
-    width: int
-    fps: float = 24.0
-    steps: int = 40
-    sampler: str = "euler"
-    video: Guidance = StreamGuidance()
-    audio: Guidance = StreamGuidance()
-    distilled: bool = False
-    batched_guidance: bool = True
-    max_batch: int | None = None
-    cuda_graph: bool = False
-
-    @property
-    def seconds(self) -> float:
-        """How long it lasts."""
-        return self.num_frames / self.fps
-
-
-@dataclasses.dataclass(frozen=True, eq=False)
-class Given:
-    """What is given besides text.
-
-    Args:
-        streams: latents of streams that are given as a whole: video `[1 or B, C, t, h, w]`, audio `[1 or B, C, T, F]`.
-        conditions: by stream, parts that are given. extras: tensors that conditions name.
-    """
-
-    streams: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
-    conditions: Mapping[str, Sequence[Condition]] = dataclasses.field(default_factory=dict)
-    extras: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
-
-
 @dataclasses.dataclass(frozen=True, eq=False)
 class Clip:
     """What was made: frames uint8 `[T, H, W, 3]` and sound, on the CPU; None for a stream that the model lacks."""
 
     frames: Tensor | None
     sound: Sound | None
-
-
-# --- geometry -------------------------------------------------------------------------------------------------
-
-
-def shapes_of(pipe: LTX2Pipeline, sampling: LTX2Sampling) -> dict[str, tuple[int, ...]]:
-    """Latents of one sample by stream: video `(C, t, h, w)`, audio `(C, T, F)`."""
-    cfg, (frames, high, wide), out = pipe.cfg, pipe.cfg.vae_scale_factors, {}
-    if "video" in pipe.streams:
-        channels = cfg.in_channels // (cfg.patch_size_t * cfg.patch_size**2)
-        size = ((sampling.num_frames - 1) // frames + 1, sampling.height // high, sampling.width // wide)
-        out["video"] = (channels, *size)
-    if "audio" in pipe.streams:
-        out["audio"] = (pipe.sound.latent_channels, pipe.sound.latent_frames(sampling.seconds), pipe.sound.latent_bins)
-    return out
-
-
-def tokens_of(pipe: LTX2Pipeline, name: str, latents: Tensor) -> Tensor:
-    """A stream's latents `[B, ...]` as tokens `[B, N, C]`."""
-    return (ltx2_inputs.video_tokens if name == "video" else ltx2_inputs.audio_tokens)(pipe.cfg, latents)
-
-
-def latents_of(pipe: LTX2Pipeline, name: str, tokens: Tensor, shape: Sequence[int]) -> Tensor:
-    """Inverse of `tokens_of` for the shape of one sample."""
-    if name == "audio":
-        return ltx2_inputs.audio_latents(tokens, mel_bins=shape[-1])
-    return ltx2_inputs.video_latents(pipe.cfg, tokens, ltx2_inputs.video_grid(pipe.cfg, shape))
-
-
-def geometry_of(pipe: LTX2Pipeline, name: str, shape: Sequence[int], fps: float) -> Geometry:
-    """Where the tokens of a stream are, for latents of one sample."""
-    if name == "audio":
-        return AudioGeometry(pipe.cfg, shape[1])
-    return VideoGeometry(pipe.cfg, ltx2_inputs.video_grid(pipe.cfg, shape), fps)
-
-
-def check_sampling(pipe: LTX2Pipeline, sampling: LTX2Sampling, *, given: Sequence[str] = (), scale: int = 1) -> None:
-    """Refuses what cannot be sampled: models that are missing, settings, and sizes, with the nearest valid ones.
-
-    Args:
-        given: streams that are given as a whole.
-        scale: how many times smaller the first of two stages is.
-    """
-    parts = {"video": (pipe.vae, "vae"), "audio": (pipe.sound, "audio_vae")}
-    faults = []
-    for name in pipe.streams:
-        model, part = parts[name]
-        if model is None:
-            faults.append(f"{name}: {pipe.absent.get(part, f'the pipeline has no {part}')}")
-        elif name == "audio" and name not in given and model.decode is None:
-            faults.append("audio: the pipeline has no vocoder to make sound of spectrograms")
-    faults += [f"{name} is given to a model that is {pipe.cfg.modality}" for name in given if name not in pipe.streams]
-    if set(given) == set(pipe.streams):
-        faults.append("every stream is given: there is nothing to make")
-    if not is_int(sampling.steps) or sampling.steps < 1:
-        faults.append(f"steps is {sampling.steps!r}, expected an integer of at least 1")
-    if not is_number(sampling.fps) or sampling.fps <= 0:
-        faults.append(f"fps is {sampling.fps!r}, expected a number above 0")
-    if sampling.sampler not in LTX2_SAMPLERS:
-        faults.append(f"sampler is {sampling.sampler!r}, allowed: {', '.join(LTX2_SAMPLERS)}")
-    raise_faults("this pipeline cannot be sampled so", faults)
-    frames, pixels, _ = pipe.cfg.vae_scale_factors
-    size = (sampling.num_frames, sampling.height, sampling.width) if "video" in pipe.streams else (1, pixels, pixels)
-    check_geometry(*size, temporal=frames * pipe.cfg.patch_size_t, spatial=pixels * pipe.cfg.patch_size * scale)
-
-
-def schedule_of(pipe: LTX2Pipeline, sampling: LTX2Sampling) -> Schedule:
-    """The noise levels: distilled models' own, else shifted by the tokens of the video (of audio alone by its own).
-
-    Raises UserError for a schedule of the other kind than the weights are for, or another number of steps.
-    """
-    if sampling.distilled != pipe.defaults.distilled:
-        kinds = ("full", "distilled")
-        raise UserError(
-            f"the schedule of a {kinds[sampling.distilled]} model was asked for, these weights are "
-            f"{kinds[pipe.defaults.distilled]}"
-        )
-    if sampling.distilled:
-        schedule = distilled_schedule("one")
-        if sampling.steps != schedule.steps:
-            raise UserError(f"steps is {sampling.steps}, a distilled model takes {schedule.steps}")
-        return schedule
-    shape = next(iter(shapes_of(pipe, sampling).values()))
-    count = shape[1] if "video" not in pipe.streams else math.prod(ltx2_inputs.video_grid(pipe.cfg, shape))
-    return shifted_schedule(sampling.steps, count)
 
 
 # --- sampling -------------------------------------------------------------------------------------------------
@@ -233,14 +110,41 @@ class Start:
         return {name: found.latent for name, found in noisy.items()}
 
 
+def _stacked(parts: Sequence[Written]) -> Written:
+    """The samples of a batch, each written by itself, as one; positions are those of all."""
+    if len(parts) == 1:
+        return parts[0]
+    first = parts[0]
+    joined = lambda name: torch.cat([getattr(part, name) for part in parts])  # noqa: E731
+    optional = {n: None if getattr(first, n) is None else joined(n) for n in ("denoise", "strengths")}
+    return first._replace(latent=joined("latent"), clean=joined("clean"), noise=joined("noise"), **optional)
+
+
+def _written(
+    pipe: LTX2Pipeline, geometry: Geometry, clean: Tensor, given: Given, seeds: Sequence[int]
+) -> Written:  # fmt: skip
+    """A stream's conditions, drawn for each sample from its own seed: it depends on no other of the batch."""
+    conditions = given.conditions.get(geometry.stream, ())
+    extras = {k: v.to(pipe.device) for k, v in given.extras.items()}
+    row = lambda v, i: v if v.shape[0] == 1 else v[i : i + 1]  # noqa: E731
+    parts = [
+        write_conditions(
+            keys.key(seed), clean[i : i + 1], geometry, conditions, {k: row(v, i) for k, v in extras.items()}
+        )  # fmt: skip
+        for i, seed in enumerate(seeds)
+    ]
+    return _stacked(parts)
+
+
 def start_of(
-    pipe: LTX2Pipeline, shapes: Mapping[str, Sequence[int]], noise: Streams, given: Given, fps: float, seed: int,
-    *, latents: Mapping[str, Tensor] | None = None,
+    pipe: LTX2Pipeline, shapes: Mapping[str, Sequence[int]], noise: Streams, given: Given, fps: float,
+    seeds: Sequence[int], *, latents: Mapping[str, Tensor] | None = None,
 ) -> Start:  # fmt: skip
     """Conditions written into the streams that are generated.
 
     Args:
         noise, latents: `[B, ...]` in the shape of latents; `latents` is what refinement starts from, else zeros.
+        seeds: one a sample, of the noise of given tokens with a strength below 1.
     """
     written, rows = {}, {}
     for name, shape in shapes.items():
@@ -250,9 +154,7 @@ def start_of(
         clean = torch.zeros_like(rows[name])
         if latents is not None:
             clean = tokens_of(pipe, name, latents[name]).to(clean)
-        extras = {k: v.to(pipe.device) for k, v in given.extras.items()}
-        geometry, conditions = geometry_of(pipe, name, shape, fps), given.conditions.get(name, ())
-        written[name] = write_conditions(keys.key(seed), clean, geometry, conditions, extras)
+        written[name] = _written(pipe, geometry_of(pipe, name, shape, fps), clean, given, seeds)
     return Start(written, rows)
 
 
@@ -299,17 +201,6 @@ def sample_streams(
     return out
 
 
-def _check_given(pipe: LTX2Pipeline, shapes: Mapping[str, Sequence[int]], given: Given) -> None:
-    faults = [
-        f"{name}: latents {list(v.shape)}, expected {[1, *shapes[name]]}"
-        for name, v in given.streams.items()
-        if tuple(v.shape[1:]) != tuple(shapes[name])
-    ]
-    names = {name for name in given.conditions if name not in shapes or name in given.streams}
-    faults += [f"conditions of {name}, which is not generated" for name in sorted(names)]
-    raise_faults("what is given does not fit", faults)
-
-
 def check_finite(pipe: LTX2Pipeline, latents: Mapping[str, Tensor]) -> None:
     """Refuses latents that would become black frames or noise without a word."""
     if not all(bool(v.isfinite().all()) for v in latents.values()):
@@ -322,11 +213,12 @@ def check_finite(pipe: LTX2Pipeline, latents: Mapping[str, Tensor]) -> None:
 def decode(pipe: LTX2Pipeline, latents: Mapping[str, Tensor], given: Given, fps: float, frames: int) -> list[Clip]:
     """Latents of the generated and the given streams as pictures and sound, one sample after another.
 
-    Sound lasts as long as the pictures, `frames / fps` seconds.
+    Originals of given streams stay as they are. Sound that is made lasts as long as pictures do, `frames / fps`.
     """
     batch = next(iter(latents.values())).shape[0]
-    whole = {**latents, **{k: v.expand(batch, *v.shape[1:]) for k, v in given.streams.items()}}
-    pictures, sounds = [None] * batch, [None] * batch
+    decoded = {name: v for name, v in given.streams.items() if name not in given.originals}
+    whole = {**latents, **{k: v.expand(batch, *v.shape[1:]) for k, v in decoded.items()}}
+    pictures, sounds = ([given.originals.get(name)] * batch for name in ("video", "audio"))
     if "video" in whole:
         pictures = decode_frames(pipe.vae, whole["video"])
     if "audio" in whole and pipe.sound.decode is not None:
@@ -379,8 +271,8 @@ def generate_latents(
     raise_faults("texts", [f"{k}: {counted(n, 'row')} for {counted(len(seeds), 'seed')}" for k, n in rows.items()])
     texts, negative = as_long(texts, negative)
     schedule, shapes = schedule_of(pipe, sampling), shapes_of(pipe, sampling)
-    _check_given(pipe, shapes, given)
-    start = start_of(pipe, shapes, initial_noise(shapes, seeds), given, sampling.fps, seeds[0])
+    check_given(shapes, given, len(seeds))
+    start = start_of(pipe, shapes, initial_noise(shapes, seeds), given, sampling.fps, seeds)
     latents = sample_streams(
         pipe, sampling, schedule, start, shapes, texts, negative, given, run=run, progress=progress
     )  # fmt: skip

@@ -15,21 +15,18 @@ from core.trees import Params
 from infer.ltx2_folder import LTX2Pipeline, with_weights
 from infer.ltx2_generate import (
     Clip,
-    Given,
-    LTX2Sampling,
     Progress,
     Streams,
     Texts,
     check_finite,
-    check_sampling,
     decode,
     generate_latents,
     initial_noise,
     sample_streams,
-    shapes_of,
     start_of,
 )
 from infer.ltx2_guidance import StreamGuidance
+from infer.ltx2_sampling import Given, LTX2Sampling, check_sampling, shapes_of
 from infer.ltx2_schedules import distilled_schedule
 from nn.ltx2_lora import LoraInfo, open_lora
 from nn.run import Run
@@ -53,8 +50,10 @@ def joined(parts: Sequence[Mapping[str, Tensor]]) -> Params:
     return out
 
 
-def read_loras(pipe: LTX2Pipeline, files: Sequence[tuple[Path, float]]) -> tuple[Params, list[LoraInfo]]:
-    """Adapters for a pipeline's layers on its device, each times its strength, and what the files say of themselves.
+def read_loras(
+    pipe: LTX2Pipeline, files: Sequence[tuple[Path, float]]
+) -> tuple[list[Params], list[LoraInfo]]:  # fmt: skip
+    """Each file's adapters for a pipeline's layers on its device, times its strength, and what it says of itself.
 
     Raises UserError for adapters of another model or version, before any is read.
     """
@@ -63,16 +62,26 @@ def read_loras(pipe: LTX2Pipeline, files: Sequence[tuple[Path, float]]) -> tuple
     for (tree, _), (_, strength) in zip(opened, files, strict=True):
         leaves = tree.read(device=pipe.device)
         parts.append({k: v * strength if k.endswith(".lora_scale") else v.to(pipe.dtype) for k, v in leaves.items()})
-    return joined(parts), [info for _, info in opened]
+    return parts, [info for _, info in opened]
 
 
-def adapted(pipe: LTX2Pipeline, adapters: Params) -> LTX2Pipeline:
+def adapted(pipe: LTX2Pipeline, parts: Sequence[Mapping[str, Tensor]]) -> LTX2Pipeline:
     """The pipeline with adapters beside its weights, which are read for it and shared with the one without."""
     pipe = with_weights(pipe)
-    return dataclasses.replace(pipe, params={**pipe.params, **adapters})
+    return dataclasses.replace(pipe, params={**pipe.params, **joined(parts)}) if parts else pipe
 
 
 # --- two stages -----------------------------------------------------------------------------------------------
+
+
+def all_steps(sampling: LTX2Sampling) -> int:
+    """Steps of both stages."""
+    return sampling.steps + distilled_schedule("two").steps
+
+
+def _later(progress: Progress, before: int, sampling: LTX2Sampling) -> Progress:
+    """Progress of a stage as that of both, with `before` steps done before it."""
+    return lambda done, total: progress(before + done, all_steps(sampling))
 
 
 def half(sampling: LTX2Sampling) -> LTX2Sampling:
@@ -80,19 +89,32 @@ def half(sampling: LTX2Sampling) -> LTX2Sampling:
     return dataclasses.replace(sampling, height=sampling.height // SCALE, width=sampling.width // SCALE)
 
 
-def check_stages(pipe: LTX2Pipeline, sampling: LTX2Sampling, refiner: LTX2Pipeline | None, given: Given) -> None:
-    """Refuses what two stages cannot do, as `check_sampling` one."""
+def check_stages(
+    pipe: LTX2Pipeline,
+    sampling: LTX2Sampling,
+    *,
+    refined: bool,
+    given: Sequence[str] = (),
+    down: int = 1,
+    every: int = 1,
+) -> None:
+    """Refuses what two stages cannot do, as `check_sampling` one.
+
+    Args:
+        refined: whether the second stage has weights of its own. given: streams that are given as a whole.
+        down, every: factors of a reference of the first stage.
+    """
     if "video" not in pipe.streams:
         raise UserError(f"two stages make a larger video: the model is {pipe.cfg.modality}")
-    if "video" in given.streams:
+    if "video" in given:
         raise UserError("two stages make a larger video: here the video is given")
     if pipe.upsampler is None:
         raise UserError(f"two stages: {pipe.absent.get('latent_upsampler', 'the pipeline has no latent_upsampler')}")
-    if refiner is None and not pipe.defaults.distilled:
+    if not refined and not pipe.defaults.distilled:
         raise UserError("two stages: the second one needs distilled weights: give a refiner (the distilled adapter)")
     if pipe.vae is None or pipe.vae.denormalise is None:
         raise UserError("two stages: this vae has no latents that an upsampler takes; LTX-2's has")
-    check_sampling(pipe, sampling, given=list(given.streams), scale=SCALE)
+    check_sampling(pipe, sampling, given=given, scale=SCALE * down, every=every)
 
 
 def enlarged(pipe: LTX2Pipeline, latents: Tensor) -> Tensor:
@@ -109,7 +131,7 @@ def refine(
     plain = dataclasses.replace(sampling, video=StreamGuidance(), audio=StreamGuidance())
     schedule, shapes = distilled_schedule("two"), shapes_of(pipe, sampling)
     noise = initial_noise(shapes, seeds, branch="refine")
-    start = start_of(pipe, shapes, noise, given, sampling.fps, seeds[0], latents=latents)
+    start = start_of(pipe, shapes, noise, given, sampling.fps, seeds, latents=latents)
     out = sample_streams(pipe, plain, schedule, start, shapes, texts, None, given, run=run, progress=progress)
     check_finite(pipe, out)
     return out
@@ -135,12 +157,15 @@ def generate_two_stage(
         given, small: what is given, with latents of the size of the second and of the first stage.
         refiner: the pipeline of the second stage; None: `pipe`, whose weights must then be distilled.
 
+        progress: counts the steps of both stages.
+
     Raises:
         UserError: as `generate`; sizes that have no half; models that are missing.
     """
-    check_stages(pipe, sampling, refiner, given)
-    latents = generate_latents(pipe, half(sampling), texts, negative, seeds, given=small, run=run, progress=progress)
+    check_stages(pipe, sampling, refined=refiner is not None, given=list(given.streams))
+    first, second = (None if progress is None else _later(progress, n, sampling) for n in (0, sampling.steps))
+    latents = generate_latents(pipe, half(sampling), texts, negative, seeds, given=small, run=run, progress=first)
     latents["video"] = enlarged(pipe, latents["video"])
     last = pipe if refiner is None else refiner
-    made = refine(last, sampling, latents, texts, seeds, given=given, run=run, progress=progress)
+    made = refine(last, sampling, latents, texts, seeds, given=given, run=run, progress=second)
     return decode(pipe, made, given, sampling.fps, sampling.num_frames)

@@ -100,8 +100,8 @@ def find_components(recipe: Recipe, cfg: Any, device: torch.device, dtype: torch
     family, folders = family_of(recipe), find_folders(recipe, cfg)
     loaders = _loaders(recipe, family, cfg, folders, device, dtype)
     if recipe.callbacks.validation is None:
-        text = _maybe(loaders["text_encoder"], folders["text_encoder"])
-        return Components(folders, {} if text is None else {"text_encoder": text})
+        opened = {name: _maybe(loaders[name], folders.get(name)) for name in ("text_encoder", "audio_vae")}
+        return Components(folders, {name: model for name, model in opened.items() if model is not None})
     needed = [name for name, without in family.parts(cfg).items() if not without and name in loaders]
     raise_faults(
         "callbacks.validation cannot sample videos",
@@ -136,7 +136,9 @@ def _fitting(encoder: ImageEncoder, cfg: Any, folder: Path) -> ImageEncoder:
 
 
 def _maybe(load: Callable[[Path], Any], folder: Path | None) -> Any:
-    """The encoder, for the empty caption; None where there is none or it is of a kind we cannot run."""
+    """A model that is of use without validation: what embeds the empty caption, and whose rate of latents is known.
+    None where there is none or it is of a kind we cannot run.
+    """
     try:
         return None if folder is None else load(folder)
     except UserError:

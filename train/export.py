@@ -127,6 +127,9 @@ def export(
     places = family.parts(cfg)
     check_given(family, places, models)
     parts = component_folders(folder, record, {k: models.get(k) for k in places})
+    if merge_base is not None:  # the run knew none of what belongs to the other stream
+        base = {k: Path(merge_base) / k for k in parts if (Path(merge_base) / k).is_dir()}
+        parts |= {k: base.get(k) for k in parts if parts[k] is None}
     family.save(output, tree, cfg, record, parts, transforms)
     note_missing(output, parts, places)
     return folder

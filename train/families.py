@@ -15,6 +15,7 @@ from core.checkpoint import LazyTree
 from core.errors import UserError
 from core.specs import Specs
 from core.transforms import Transform
+from infer.autoencoders import AudioVae
 from infer.encoders import load_text_encoder
 from nn import ltx2, ltx2_formats, wan
 from nn.ltx2_config import PRESETS as LTX2_PRESETS
@@ -48,13 +49,13 @@ class Family:
         tensors, tensor_faults: what is wanted of a sample's tensors, see `train.wan_family`.
         parts: `(cfg)` -> the models around it: None, or why it has no place for one.
         open_text: `(folder, cfg, device, dtype)` -> what embeds captions.
-        strides: `(cfg)` -> pixels and frames per latent, as the model's usually are; placed: its positions rest on
-            them, so that no others will do.
+        strides: `(cfg)` -> pixels and frames per latent, as the model's usually are; place_faults: `(cfg, strides,
+            audio VAE)` -> why such latents cannot be placed, of a model whose positions are seconds and pixels.
         objective: `(recipe, cfg)` -> what the loss depends on, with its `caption_dropout`, and `weights` by stream.
         empty_caption: `(recipe, cfg, text encoder)` -> what dropout puts in, `{name: [L, D]}`.
         remarks: `(recipe, dataset, text encoder)` -> lines that are said at the start.
         notes: `(recipe, cfg)` -> what a checkpoint notes beside the config.
-        defaults: `(recipe, geometry, empty)` -> what an export notes for sampling, a dataclass.
+        defaults: `(recipe, cfg, geometry, empty)` -> what an export notes for sampling, a dataclass.
         draw: `(cfg, objective, key, step, first, batch)` -> draws, with `sigmas` by stream and `to(device)`.
         loss: `(params, cfg, objective, batch, empty, draws, *, dtype, run)` -> `{stream: [B]}`, squared errors summed
             over the stream's elements.
@@ -87,12 +88,12 @@ class Family:
     parts: Callable[[Any], dict[str, str | None]]
     open_text: Callable[[Path, Any, torch.device, torch.dtype], Any]
     strides: Callable[[Any], tuple[int, int]]
-    placed: bool
+    place_faults: Callable[[Any, tuple[int, int] | None, AudioVae | None], list[str]]
     objective: Callable[[Recipe, Any], Any]
     empty_caption: Callable[[Recipe, Any, Any], dict[str, Tensor]]
     remarks: Callable[[Recipe, Any, Any], list[str]]
     notes: Callable[[Recipe, Any], dict[str, Any]]
-    defaults: Callable[[Recipe, Mapping[str, Any], Mapping[str, Tensor]], Any]
+    defaults: Callable[[Recipe, Any, Mapping[str, Any], Mapping[str, Tensor]], Any]
     draw: Callable[..., Any]
     loss: Callable[..., dict[str, Tensor]]
     lengths: Callable[[Any, Batch, Mapping[str, Tensor]], dict[str, int]]
@@ -125,7 +126,7 @@ WAN = Family(
     parts=wan_family.parts,
     open_text=lambda folder, cfg, device, dtype: load_text_encoder(folder, device=device, dtype=dtype),
     strides=wan_family.strides,
-    placed=False,
+    place_faults=lambda cfg, found, sound: [],
     objective=wan_family.objective,
     empty_caption=wan_family.empty_caption,
     remarks=wan_family.remarks,
@@ -163,7 +164,7 @@ LTX2 = Family(
     parts=ltx2_family.parts,
     open_text=ltx2_family.open_text,
     strides=lambda cfg: (cfg.vae_scale_factors[1], cfg.vae_scale_factors[0]),
-    placed=True,
+    place_faults=ltx2_family.place_faults,
     objective=ltx2_family.objective,
     empty_caption=ltx2_family.empty_caption,
     remarks=ltx2_family.remarks,

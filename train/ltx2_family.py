@@ -14,7 +14,11 @@ from core.errors import UserError, raise_faults
 from core.rules import cast
 from core.transforms import apply
 from core.trees import has_component
-from infer.ltx2_folder import LTX2Defaults, save_ltx2
+from infer.autoencoders import AudioVae
+from infer.encoders import read_mapping
+from infer.folder import INDEX
+from infer.ltx2_defaults import LTX2Defaults, read_defaults
+from infer.ltx2_folder import save_ltx2
 from infer.ltx2_text import LTX2Text, load_ltx2_text
 from nn import ltx2_formats
 from nn.ltx2 import INCOMING
@@ -118,8 +122,29 @@ def tensor_faults(cfg: LTX2Config, shapes: Mapping[str, tuple]) -> list[str]:
         stem = "audio_text_embedding" if own else "text_embedding"
         width, wanted = shapes[stem][1], cfg.stream(name).text_dim
         if width != wanted:
-            hint = ": connectors make them, from the features of the text encoder" if cfg.use_prompt_embeddings else ""
-            faults.append(f"{stem} is {width} wide, expected {wanted} for the {name} stream{hint}")
+            faults.append(f"{stem} is {width} wide, expected {wanted} for the {name} stream, as its connector gives it")
+    return faults
+
+
+def latent_rate(cfg: LTX2Config) -> float:
+    """Audio latents per second, as the model places them."""
+    return cfg.audio_sampling_rate / cfg.audio_hop_length / cfg.audio_scale_factor
+
+
+def place_faults(cfg: LTX2Config, strides: tuple[int, int] | None, sound: AudioVae | None) -> list[str]:
+    """Why the positions of the model are not those of latents of a VAE with these pixels and frames, and of sound."""
+    faults, (frames, pixels, _) = [], cfg.vae_scale_factors
+    if strides not in (None, (pixels, frames)):
+        faults.append(
+            f"the data's VAE makes latents of {strides[0]} pixels and {strides[1]} frames, the model's positions are "
+            f"of latents of {pixels} and {frames} (vae_scale_factors)"
+        )
+    rate = latent_rate(cfg)
+    if sound is not None and sound.latents_per_second != rate:
+        faults.append(
+            f"the data's audio VAE makes {sound.latents_per_second:g} latents a second, the model's positions are of "
+            f"{rate:g} (audio_sampling_rate, audio_hop_length, audio_scale_factor)"
+        )
     return faults
 
 
@@ -177,14 +202,26 @@ def notes(recipe: Recipe, cfg: LTX2Config) -> dict[str, Any]:
     return {"frozen": recipe.models.student.frozen}
 
 
-def defaults(recipe: Recipe, geometry: Mapping[str, Any], empty: Mapping[str, Tensor]) -> LTX2Defaults:
-    """What an export notes: geometry and rate of the data's most common shape, validation's sampling."""
+def defaults(
+    recipe: Recipe, cfg: LTX2Config, geometry: Mapping[str, Any], empty: Mapping[str, Tensor]
+) -> LTX2Defaults:
+    """What an export notes: geometry and rate of the data's most common shape, validation's sampling, and of what
+    neither says what the pipeline says that training starts from. Distilled weights stay marked as such.
+    """
     validation, noted = recipe.callbacks.validation, {k: v for k, v in geometry.items() if v is not None}
+    if (latents := noted.pop("latents", None)) is not None:  # of sound alone, as long as so many frames
+        noted["num_frames"] = max(1, round(latents / latent_rate(cfg) * noted.get("fps", DEFAULT_FPS)))
     if validation is not None:
         noted |= {"sampler": sampler_of(recipe), "steps": max(validation.sampling_steps), **guidance(validation)}
     elif recipe.models.student.init_from is None and recipe.training.data.training_cfg_rate == 0:
         noted |= {"guidance_scale": 1.0, "audio_guidance_scale": 1.0}  # nothing was trained without its caption
-    return LTX2Defaults(**noted)
+    return dataclasses.replace(_base_defaults(recipe.models.student.init_from, cfg), **noted)
+
+
+def _base_defaults(init_from: str | None, cfg: LTX2Config) -> LTX2Defaults:
+    if init_from is None or not (Path(init_from) / INDEX).is_file():
+        return LTX2Defaults()
+    return read_defaults(Path(init_from), read_mapping(Path(init_from) / INDEX), cfg)
 
 
 def guidance(validation: Validation) -> dict[str, float]:
@@ -231,7 +268,8 @@ def flops(cfg: LTX2Config, keys: frozenset[str], of: Mapping[str, int]) -> int:
 def save(folder: Path, tree: Mapping, cfg: LTX2Config, record: Mapping[str, Any], parts, transforms) -> None:
     """Writes a pipeline folder of a checkpoint's tree; a model of one stream carries its own model type."""
     found = {name: path for name, path in parts.items() if path is not None}
-    save_ltx2(folder, tree, cfg, LTX2Defaults(**record["sampling"]), parts=found, transforms=transforms)
+    noted = {k: tuple(v) if isinstance(v, list) else v for k, v in record["sampling"].items()}
+    save_ltx2(folder, tree, cfg, LTX2Defaults(**noted), parts=found, transforms=transforms)
 
 
 def merge_base(tree: Mapping, cfg: LTX2Config, folder: Path, dtype: torch.dtype) -> tuple[Mapping, LTX2Config]:

@@ -169,10 +169,11 @@ def stream_text(name: str, batch: Batch, empty: Mapping[str, Tensor], dropped: T
     return text, torch.arange(text.shape[1], device=text.device) < torch.tensor(lens, device=text.device)[:, None]
 
 
-def conditioned(cfg: LTX2Config, name: str, batch: Batch, draws: Draws, key: keys.Key = keys.key(0)) -> Conditioned:
+def conditioned(cfg: LTX2Config, name: str, batch: Batch, draws: Draws) -> Conditioned:
     """A stream's noisy tokens, timesteps, positions and target, through what inference calls too."""
     tokens = video_tokens if name == "video" else audio_tokens
     clean, noise = tokens(cfg, batch.targets[name]), tokens(cfg, draws.noise[name])
+    key = keys.key(0)  # without conditions nothing is drawn from it
     return apply_conditions(key, clean, noise, draws.sigmas[name], geometry_of(cfg, name, batch), [], {})
 
 

@@ -17,8 +17,9 @@ from core.errors import UserError, named, raise_faults
 from core.geometry import to_video
 from core.trees import Params
 from infer.ltx2_folder import LTX2Pipeline
-from infer.ltx2_generate import Clip, Given, LTX2Sampling, Progress, check_sampling, generate, schedule_of, shapes_of
+from infer.ltx2_generate import Clip, Progress, generate
 from infer.ltx2_guidance import StreamGuidance
+from infer.ltx2_sampling import Given, LTX2Sampling, check_sampling, schedule_of, shapes_of
 from infer.media import read_video
 from infer.prompts import Prompt
 from nn.ltx2_conditions import FirstFrame

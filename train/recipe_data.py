@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from core.errors import UserError, raise_faults
+from core.errors import raise_faults
 from core.geometry import nearest_valid
 from train.components import Components, data_roots, strides
 from train.config import Data, Recipe
@@ -16,6 +16,7 @@ from train.families import family_of
 from train.online import open_online
 from train.preprocess import record
 from train.preprocess.metadata import PARSERS
+from train.preprocess.models import beside, is_gemma
 from train.rows import row_type
 from train.streaming import Streaming
 
@@ -67,14 +68,11 @@ def open_recipe_data(data: Data, device: torch.device, streams: Sequence[str] | 
 def check_data(recipe: Recipe, cfg: Any, dataset: Dataset, components: Components) -> None:
     """Refuses data that do not fit the model or the sizes that `training.data` asks for, naming file and row."""
     family = family_of(recipe)
-    if (video := family.video(cfg)) is not None:
+    video = family.video(cfg)
+    found = None if video is None else strides(components, family, cfg)
+    raise_faults("latents that the model cannot place", family.place_faults(cfg, found, components.sound))
+    if video is not None:
         channels, patch = video
-        found, placed = strides(components, family, cfg), family.strides(cfg)
-        if family.placed and found != placed:
-            raise UserError(
-                f"the data's VAE makes latents of {found[0]} pixels and {found[1]} frames, the model's positions are "
-                f"of latents of {placed[0]} and {placed[1]} (vae_scale_factors)"
-            )
         check_latents(dataset, channels, patch, expected_latents(recipe.training.data, channels, found))
     first = [where(dataset, int((dataset.buckets == i).argmax())) for i in range(len(dataset.signatures))]
     stems, faults = [column.stem for column in dataset.row_type.channels], []
@@ -95,17 +93,25 @@ def check_models(recipe: Recipe, components: Components) -> None:
     data, root = recipe.training.data, recipe.models.student.init_from
     found, own = dict(components.folders), {}
     for name in found:
-        beside = None if root is None else Path(root) / name
-        if beside is not None and getattr(recipe.pipeline, name) is None and (beside / "config.json").is_file():
-            own[name] = beside
+        place = None if root is None else Path(root) / name
+        if place is not None and getattr(recipe.pipeline, name) is None and (place / "config.json").is_file():
+            own[name] = place
+    found, own = _with_connectors(found), _with_connectors(own)
     if data.encode is None:
         return record.check_models(data_roots(data.data_path), found | own)
-    both = [name for name in own if found[name] is not None]
+    both = [name for name in own if found.get(name) is not None]
     other = [name for name in both if record.fingerprint(found[name]) != record.fingerprint(own[name])]
     raise_faults(
         "training.data.encode uses other models than models.student.init_from",
         [f"{name}: {found[name]}, not {own[name]} (pipeline.{name} names another on purpose)" for name in other],
     )
+
+
+def _with_connectors(folders: dict[str, Path | None]) -> dict[str, Path | None]:
+    """The folders with that of the connectors, which follow Gemma."""
+    text = folders.get("text_encoder")
+    found = beside("connectors", text) if text is not None and is_gemma(text) else None
+    return folders if found is None else folders | {"connectors": found}
 
 
 def fingerprint(dataset: Dataset) -> str:

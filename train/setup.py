@@ -168,13 +168,18 @@ def check_kernels(recipe: Recipe, cfg: Any, device: torch.device, compute: torch
 
 
 def sampling_defaults(recipe: Recipe, cfg: Any, dataset: Dataset, components: Components, empty: Params) -> Any:
-    """What an export notes: geometry and rate of the data's most common shape, text length, validation's sampling."""
+    """What an export notes: geometry and rate of the data's most common shape, text length, validation's sampling.
+
+    Of sound alone the geometry is its number of `latents`.
+    """
     family, geometry = family_of(recipe), {"fps": first_fps(dataset)}
-    if family.video(cfg) is not None:
+    if family.video(cfg) is None:
+        geometry["latents"] = common_shape(dataset)[1]
+    else:
         _, t, h, w = common_shape(dataset)
         spatial, temporal = strides(components, family, cfg)
         geometry |= {"num_frames": temporal * (t - 1) + 1, "height": h * spatial, "width": w * spatial}
-    return family.defaults(recipe, geometry, empty)
+    return family.defaults(recipe, cfg, geometry, empty)
 
 
 # --- all of it ------------------------------------------------------------------------------------------------

@@ -183,11 +183,6 @@ def pipeline_of(setup: Setup, params: Params) -> Pipeline:
     )
 
 
-def live_pipeline(setup: Setup, state: TrainState) -> Pipeline:
-    """`live_weights` as a pipeline; of sharded ones the call that samples gathers them."""
-    return pipeline_of(setup, own_weights(setup, state))
-
-
 def sampled(setup: Setup, state: TrainState, weights: Params, job: Job, steps: int, progress: Progress) -> Clip:
     """A job's video, of `steps` denoising steps. Collective over the run's processes; `weights`: see `own_weights`."""
     job, pipe = moved(job, setup.device), pipeline_of(setup, weights)

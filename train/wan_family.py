@@ -143,7 +143,9 @@ def notes(recipe: Recipe, cfg: WanConfig) -> dict[str, Any]:
     return {"expand_timesteps": value is True}
 
 
-def defaults(recipe: Recipe, geometry: Mapping[str, Any], empty: Mapping[str, Tensor]) -> Defaults:
+def defaults(
+    recipe: Recipe, cfg: WanConfig, geometry: Mapping[str, Any], empty: Mapping[str, Tensor]
+) -> Defaults:
     """What an export notes: geometry and rate of the data's most common shape, text length, validation's sampling."""
     noted = {**geometry, "text_length": empty["text"].shape[0], "flow_shift": recipe.pipeline.flow_shift}
     validation = recipe.callbacks.validation

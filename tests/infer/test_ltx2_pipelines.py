@@ -4,15 +4,26 @@ import dataclasses
 
 import pytest
 import torch
+from ltx2_demo_cases import (
+    CFG,
+    FPS,
+    FRAMES,
+    HEIGHT,
+    PLAIN,
+    WIDTH,
+    make_parts,
+    opened,
+    random_params,
+    texts_of,
+    written,
+)
 
-from core import keys
 from core.errors import UserError
 from infer import ltx2_stages
 from infer.__main__ import main
-from infer.ltx2_folder import LTX2Defaults, is_ltx2, open_ltx2, save_ltx2, with_weights
+from infer.ltx2_folder import LTX2Defaults, kind_of_pipeline, open_ltx2
 from infer.ltx2_generate import (
     Given,
-    LTX2Sampling,
     decode,
     generate,
     generate_latents,
@@ -24,76 +35,34 @@ from infer.ltx2_guidance import StreamGuidance
 from infer.ltx2_schedules import distilled_schedule, shifted_schedule
 from infer.media import read_video, write_video
 from infer.sound import Sound, has_sound, read_sound
-from nn import ltx2, mel_codec, patch_codec, text_hash
+from nn import ltx2
 from nn.ltx2_conditions import FirstFrame
-from nn.ltx2_config import LTX2Config
 from nn.ltx2_inputs import StreamInputs, audio_tokens, model_inputs, video_tokens
 from nn.ltx2_rope import audio_positions, video_positions
 from nn.ltx2_specs import param_specs
 
-CFG = LTX2Config(
-    num_layers=2, num_attention_heads=2, attention_head_dim=8, cross_attention_dim=16, in_channels=8, out_channels=8,
-    vae_scale_factors=(4, 8, 8), audio_num_attention_heads=2, audio_attention_head_dim=6, audio_cross_attention_dim=12,
-    audio_in_channels=16, audio_out_channels=16, caption_channels=12, rope_type="split",
-)  # fmt: skip
-FPS, FRAMES, HEIGHT, WIDTH = 25.0, 9, 16, 32
-PLAIN = LTX2Sampling(FRAMES, HEIGHT, WIDTH, fps=FPS, steps=3)
 
-
-def random_params(cfg):
-    return {
-        k: keys.normal(keys.fold_in(keys.key(3), k), s.shape) * (0.4 / max(1, s.shape[-1]) ** 0.5) + ("norm" in k)
-        for k, s in param_specs(cfg).items()
-    }
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def parts(tmp_path_factory):
-    """The demos' stand-ins for the models around the transformer."""
-    folder = tmp_path_factory.mktemp("parts")
-    generator = torch.Generator().manual_seed(0)
-    frames = torch.randint(0, 255, (17, 32, 64, 3), generator=generator, dtype=torch.uint8)
-    video = patch_codec.PatchCodecConfig(latent_channels=8)
-    patch_codec.save(folder / "vae", patch_codec.fit(video, [frames]), video)
-    wave = torch.sin(torch.arange(32000) * 0.05)[None].repeat(2, 1) * torch.linspace(0.1, 0.5, 32000)
-    wave = wave + 0.01 * torch.randn(2, 32000, generator=generator)
-    sound = mel_codec.MelCodecConfig(latent_channels=4, latent_bins=4, iterations=4)
-    mel_codec.save(folder / "audio_vae", mel_codec.fit(sound, [wave]), sound)
-    text_hash.save(folder / "text_encoder", text_hash.HashTextConfig(12, 6))
-    return {name: folder / name for name in ("vae", "audio_vae", "text_encoder")}
+    return make_parts(tmp_path_factory.mktemp("parts"))
 
 
-def written(folder, parts, cfg=CFG, **defaults):
-    given = {"num_frames": FRAMES, "height": HEIGHT, "width": WIDTH, "fps": FPS, "steps": 3, **defaults}
-    wanted = {k: v for k, v in parts.items() if k != ("vae" if cfg.modality == "audio" else "audio_vae")}
-    save_ltx2(folder, random_params(cfg), cfg, LTX2Defaults(**given), parts=parts if cfg.crossed else wanted)
-    return folder
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def folder(tmp_path_factory, parts):
     return written(tmp_path_factory.mktemp("ltx2") / "pipeline", parts)
 
 
-def opened(folder, **options):
-    return with_weights(open_ltx2(folder, device=torch.device("cpu"), dtype=torch.float32, **options))
-
-
-@pytest.fixture(scope="session")
+@pytest.fixture(scope="module")
 def pipe(folder):
     return opened(folder)
-
-
-def texts_of(pipe, captions=("a rabbit",)):
-    rows = pipe.text.embed(list(captions))
-    return {name: torch.stack([row[name] for row in rows]) for name in pipe.streams}
 
 
 # --- folders --------------------------------------------------------------------------------------------------
 
 
 def test_a_folder_opens_as_it_was_written(folder, pipe):
-    assert is_ltx2(folder) and pipe.cfg == CFG and pipe.streams == ("video", "audio") and not pipe.absent.get("vae")
+    assert kind_of_pipeline(folder) == "ltx2" and pipe.cfg == CFG and not pipe.absent.get("vae")
+    assert pipe.streams == ("video", "audio")
     params = random_params(CFG)
     assert all(torch.equal(v, params[k]) for k, v in pipe.params.items()) and len(pipe.params) == len(params)
     assert pipe.defaults == LTX2Defaults(FRAMES, HEIGHT, WIDTH, FPS, 3)
@@ -105,7 +74,7 @@ def test_a_model_of_one_stream_has_its_own_type_and_opens_again(tmp_path, parts,
     alone = opened(folder, modality=modality)
     assert alone.streams == (modality,) and set(alone.params) == set(param_specs(alone.cfg))
     again = opened(written(tmp_path / "one", parts, alone.cfg))
-    assert again.cfg.modality == modality and is_ltx2(tmp_path / "one")
+    assert again.cfg.modality == modality and kind_of_pipeline(tmp_path / "one") == "ltx2"
     with pytest.raises(UserError, match=f"holds the {modality} stream only"):
         open_ltx2(tmp_path / "one", device=torch.device("cpu"), dtype=torch.float32, modality="audio_video")
     (clip,) = generate(again, PLAIN, texts_of(again), None, [0])
@@ -221,7 +190,7 @@ def test_adapters_of_two_files_are_one(pipe):
     torch.testing.assert_close(one[f"{layer}.lora_B"] @ one[f"{layer}.lora_A"], delta)
     texts = texts_of(pipe)
     merged = dict(pipe.params) | {f"{layer}.weight": pipe.params[f"{layer}.weight"] + delta}
-    beside = generate_latents(ltx2_stages.adapted(pipe, one), PLAIN, texts, None, [0])
+    beside = generate_latents(ltx2_stages.adapted(pipe, parts), PLAIN, texts, None, [0])
     inside = generate_latents(dataclasses.replace(pipe, params=merged), PLAIN, texts, None, [0])
     torch.testing.assert_close(beside["video"], inside["video"], rtol=1e-4, atol=1e-4)
 
@@ -260,10 +229,11 @@ def test_the_command_takes_pictures_sound_and_embeddings(tmp_path, folder):
     [
         (["--flow-shift", "3"], "--flow-shift would do nothing for this LTX-2 pipeline"),
         (["--sampler", "unipc"], "unipc is none of LTX-2's"),
-        (["--modality", "video", "--sound", "x.wav"], "--sound: the model is video"),
+        (["--modality", "video", "--sound", "x.wav"], "--sound would do nothing here: the model is video"),
         (["--two-stage"], "latent_upsampler"),
+        (["--modality", "audio", "--num-frames", "0"], "num_frames is 0"),
         (["--height", "20"], "nearest valid 16 or 24"),
-        (["--refine-lora", "x"], "--refine-lora does nothing without --two-stage"),
+        (["--refine-lora", "x"], "--refine-lora would do nothing without --two-stage"),
         (["--output", "x.avi"], "expected a name ending in .mp4"),
         (["--stg-scale", "1"], "without stg_blocks"),
         (["--distilled", "--steps", "5"], "a distilled model takes 8"),

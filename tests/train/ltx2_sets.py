@@ -38,7 +38,8 @@ def row(kind: str, i: int, grid=GRID, steps=STEPS, widths=(9, 9), own_text=False
     if own_text:
         tensors["audio_text_embedding"] = draw("s", 4, widths[1])
     notes = {"id": f"sample-{i}", "file_name": f"{i}.mp4", "caption": f"caption {i}", "media_type": "video",
-             "width": 32, "height": 32, "num_frames": 5, "duration_sec": 0.2, "fps": fps, "audio_sample_rate": 16000}  # fmt: skip
+             "width": 32, "height": 32, "num_frames": 5, "duration_sec": 0.2, "fps": fps,
+             "audio_sample_rate": 16000}  # fmt: skip
     known = row_type(kind)
     stems = {column.stem for column in known.tensors}
     return {k: v for k, v in (notes | tensors).items() if k in known.schema.names or k in stems}

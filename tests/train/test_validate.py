@@ -18,7 +18,7 @@ from train import validate as validation_module
 from train.export import export
 from train.run import train
 from train.setup import initial_state, prepare
-from train.validate import Prompt, check_prompts, live_pipeline, prepare_jobs, sampling_for, validate
+from train.validate import Prompt, check_prompts, own_weights, prepare_jobs, sampling_for, validate
 
 TOTAL = "training.loop.max_train_steps"
 
@@ -64,9 +64,9 @@ def test_averaged_weights_are_used_when_there_are_any_and_asked_for(setup_of):
     for v in state.ema.values():
         v.zero_()
     for use_ema, with_ema, averaged in ((True, True, True), (False, True, False), (True, False, False)):
-        seen = live_pipeline(setup_of(use_ema=use_ema), dataclasses.replace(state, ema=state.ema if with_ema else None))
-        assert all(torch.equal(v, (state.ema if averaged else state.params)[k]) for k, v in seen.params.items())
-        assert not any(v.requires_grad for v in seen.params.values())
+        seen = own_weights(setup_of(use_ema=use_ema), dataclasses.replace(state, ema=state.ema if with_ema else None))
+        assert all(torch.equal(v, (state.ema if averaged else state.params)[k]) for k, v in seen.items())
+        assert seen.keys() == state.params.keys() and not any(v.requires_grad for v in seen.values())
 
 
 @pytest.mark.parametrize("fails", [False, True])
@@ -95,7 +95,8 @@ def test_the_seed_decides_a_sample_whatever_stands_beside_it(setup_of, monkeypat
     setup, seen = setup_of(sampling_steps=[1]), {}
     state = initial_state(setup)
     monkeypatch.setattr(validation_module, "contact_sheet", lambda rows, *_, **__: None)
-    monkeypatch.setattr(validation_module, "write_video", lambda path, frames, fps, sound=None: seen.update({path.name: frames}))
+    keep = lambda path, frames, fps, sound=None: seen.update({path.name: frames})  # noqa: E731
+    monkeypatch.setattr(validation_module, "write_video", keep)
     jobs = prepare_jobs(setup, [Prompt("a", seed=s) for s in (1, 2, 1, None)])
     validate(setup, state, jobs, lambda line: None)
     a, b, again, default = seen.values()
