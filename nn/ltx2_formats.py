@@ -20,11 +20,12 @@ from core.errors import UserError, raise_faults
 from core.files import atomic_folder, read_json
 from core.save import check_metadata
 from core.specs import Specs, check
+from nn import ltx2_upsampler
 from nn.config_files import parse_config, save_model
 from nn.ltx2_config import MODALITIES, LTX2Config
 from nn.ltx2_names import PREFIXES, from_diffusers, from_official, official_prefix, whole
 from nn.ltx2_official import official_config
-from nn.ltx2_official_parts import PARTS, keys_of_part, opened_as, part_of
+from nn.ltx2_official_parts import PARTS, keys_of_part, open_upsampler_file, opened_as, part_of
 from nn.ltx2_specs import param_specs
 
 CLASS_NAMES = {
@@ -152,8 +153,15 @@ def header_config(tree: LazyTree, source: str) -> LTX2Config:
     return official_config(section, f"{source}, config in its header")
 
 
+UPSAMPLER = "latent_upsampler"
 # A model to write: its folder, leaves, the specs that they fit, and its `config.json`.
 Written = tuple[str, LazyTree, Specs, dict[str, Any]]
+
+
+def _upsampler(path: str | Path, config: Any | None) -> Written:
+    """The model of an upsampler's file, checked."""
+    leaves, cfg = open_upsampler_file(path, config=config)
+    return UPSAMPLER, leaves, ltx2_upsampler.param_specs(cfg), ltx2_upsampler.to_json(cfg)
 
 
 def _model(tree: LazyTree, name: str, config: Any | None, source: str) -> Written:
@@ -165,17 +173,25 @@ def _model(tree: LazyTree, name: str, config: Any | None, source: str) -> Writte
     return name, leaves, PARTS[name].param_specs(cfg), PARTS[name].to_json(cfg)
 
 
-def _models(tree: LazyTree, configs: Mapping[str, Any], source: str) -> list[Written]:
-    """Every model of a single file. Raises UserError with the faults of all, and for keys that are no model's."""
+def _models(
+    tree: LazyTree, configs: Mapping[str, Any], source: str, upsampler: str | Path | None
+) -> list[Written]:  # fmt: skip
+    """Every model of a single file, and an upsampler's. Raises UserError with the faults of all, and for keys that are
+    no model's.
+    """
     owned = {name: keys_of_part(name, tree) for name in PARTS}
     if any(key.startswith(f"{prefix}transformer_blocks.") for key in tree for prefix in PREFIXES):
         prefix = official_prefix(tree)
         owned = {"transformer": {key for key in tree if key.startswith(prefix)}, **owned}
     known, out = set().union(*owned.values()), []
     faults = [f"{key} belongs to no model that can be converted" for key in tree if key not in known]
-    for name in (name for name, keys in owned.items() if keys):
+    found = [lambda name=name: _model(tree, name, configs.get(name), source) for name, keys in owned.items() if keys]
+    if not found:
+        faults.append(f"holds none of {', '.join(('transformer', *PARTS))}")
+    found += [] if upsampler is None else [lambda: _upsampler(upsampler, configs.get(UPSAMPLER))]
+    for opened in found:
         try:
-            out.append(_model(tree, name, configs.get(name), source))
+            out.append(opened())
         except UserError as error:
             faults.append(str(error))
     raise_faults(f"{source}: cannot be split", faults)
@@ -183,8 +199,12 @@ def _models(tree: LazyTree, configs: Mapping[str, Any], source: str) -> list[Wri
 
 
 def split_single_file(
-    path: str | Path, output_folder: str | Path, *, configs: Mapping[str, Any] | None = None
-) -> tuple[str, ...]:  # fmt: skip
+    path: str | Path,
+    output_folder: str | Path,
+    *,
+    upsampler: str | Path | None = None,
+    configs: Mapping[str, Any] | None = None,
+) -> tuple[str, ...]:
     """Converts an official single file to folders in Diffusers' form: transformer, vae, audio_vae, vocoder, connectors.
 
     A leaf is read and written at a time, in its dtype: memory holds two at most. `output_folder` appears at
@@ -192,6 +212,7 @@ def split_single_file(
 
     Args:
         output_folder: new, or an empty folder.
+        upsampler: file of a latent upsampler, which becomes the folder `latent_upsampler`.
         configs: by folder, for models that the header says nothing (or too much) about.
 
     Returns:
@@ -201,13 +222,11 @@ def split_single_file(
         UserError: all faults of all models, keys that belong to none, a folder in use; before anything is written.
     """
     target, configs = Path(output_folder), {} if configs is None else configs
-    known = ("transformer", *PARTS)
+    known = ("transformer", *PARTS, *(() if upsampler is None else (UPSAMPLER,)))
     raise_faults("configs", [f"{k} is no model, must be one of {', '.join(known)}" for k in configs if k not in known])
     if target.exists() and not (target.is_dir() and not any(target.iterdir())):
         raise UserError(f"{target}: exists already; give a new or an empty folder")
-    models = _models(open_checkpoint(path), configs, str(path))
-    if not models:
-        raise UserError(f"{path}: holds none of {', '.join(known)}")
+    models = _models(open_checkpoint(path), configs, str(path), upsampler)
     with atomic_folder(target) as part:
         for name, leaves, wanted, config in models:
             save_model(part / name, leaves, wanted, config)

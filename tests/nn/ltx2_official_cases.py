@@ -4,6 +4,7 @@ import json
 import struct
 
 import torch
+from hypothesis import strategies as st
 from ltx2_cases import random_params, tiny_config
 from ltx2_side_cases import random_leaves
 from safetensors.torch import save_file
@@ -312,6 +313,29 @@ TINY = {
     },
 }  # fmt: skip
 TINY["audio_vae", "2.3"] = TINY["audio_vae", "2.0"]
+
+
+@st.composite
+def block_lists(draw):
+    """`(encoder_blocks, decoder_blocks, latent channels, base)` with the same changes of size both ways."""
+    sizes = draw(st.lists(st.sampled_from(["space", "time", "all"]), min_size=1, max_size=3))
+    count = st.integers(1, 2)
+    encoder, decoder = [], []
+    for size in sizes:
+        encoder += [["res_x", draw(count)], [f"compress_{size}_res", {"multiplier": draw(count)}]]
+        decoder += [["res_x", {"num_layers": draw(count)}], [f"compress_{size}", {"multiplier": draw(count)}]]
+        if draw(st.booleans()):  # a block without a change of size
+            encoder += [["res_x", draw(count)]]
+    middle = [["res_x", {"num_layers": draw(count)}]]
+    return encoder + middle, decoder + middle, draw(st.sampled_from([8, 16])), draw(st.sampled_from([8, 16]))
+
+
+def section_of_blocks(encoder, decoder, z, base):
+    """A section `vae` with these lists of blocks."""
+    return {
+        **VAE_COMMON, "latent_channels": z, "patch_size": 2, "decoder_base_channels": base, "encoder_blocks": encoder,
+        "decoder_blocks": decoder,
+    }  # fmt: skip
 
 
 def part_params(part, family):

@@ -6,12 +6,16 @@ import re
 import resource
 import weakref
 
+import diffusers
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from ltx2_cases import configs, random_case, random_params, tiny_config
 from ltx2_official_cases import CONFIGS, MODULES, D, part_params, release, sparse_file, transformer_config, write
+from ltx2_side_cases import close, draw
+from ltx2_vae_cases import conditions as vae_given
+from ltx2_vae_cases import same_noise
 from safetensors.torch import load_file, save_file
 
 from core import stored
@@ -21,7 +25,8 @@ from core.rules import cast
 from core.save import describe, save_checkpoint
 from core.specs import specs_of
 from core.transforms import apply, invert
-from nn import ltx2
+from nn import ltx2, ltx2_audio, ltx2_connectors, ltx2_upsampler, ltx2_vae, ltx2_vocoder
+from nn.config_files import open_model
 from nn.ltx2_config import PRESETS
 from nn.ltx2_formats import (
     class_name,
@@ -37,8 +42,10 @@ from nn.ltx2_formats import (
 from nn.ltx2_inputs import model_inputs
 from nn.ltx2_names import foreign_keys, from_official, official_name, to_official
 from nn.ltx2_official import official_config, official_section
-from nn.ltx2_official_parts import PARTS
+from nn.ltx2_official_parts import PARTS, open_single_part
+from nn.ltx2_official_sections import upsampler_config
 from nn.ltx2_specs import param_specs
+from nn.ltx2_upsampler import UpsamplerConfig
 
 # Sections `transformer` of the public single files, as their headers have them.
 COMMON = {
@@ -399,6 +406,88 @@ def test_a_single_file_becomes_folders(tmp_path, family):
         assert all(torch.equal(found[k], wanted[k]) and found[k].dtype == wanted[k].dtype for k in wanted)
     tree, cfg = MODULES["vae"].open_folder(out / "vae")
     assert cfg == CONFIGS["vae", family] and len(tree) == len(part_params("vae", family))
+
+
+FORWARDS = {  # of a part: its input, our function, and Diffusers' module on the same
+    "vae": (
+        lambda cfg: draw(0, "z", 1, cfg.latent_channels, 2, 2, 3),
+        lambda p, cfg, x: ltx2_vae.decode(p, cfg, ltx2_vae.normalise(p, cfg, x), clamp=False, **vae_given(cfg)),
+        lambda model, cfg, x: decoded(model, cfg, x),
+    ),
+    "audio_vae": (
+        lambda cfg: draw(0, "z", 1, cfg.latent_channels, 3, cfg.latent_mel_bins),
+        lambda p, cfg, x: ltx2_audio.decode(p, cfg, ltx2_audio.normalise(p, cfg, x)),
+        lambda model, cfg, x: model.decode(x).sample,
+    ),
+    "vocoder": (
+        lambda cfg: draw(0, "mel", 1, 2, 4, cfg.in_channels // 2),
+        lambda p, cfg, x: ltx2_vocoder.vocode(p, cfg, x),
+        lambda model, cfg, x: model(x).clamp(-1, 1),
+    ),
+    "connectors": (
+        lambda cfg: draw(0, "hidden", 1, 128, cfg.caption_channels, cfg.text_proj_in_factor),
+        lambda p, cfg, x: torch.cat([y.flatten() for y in ltx2_connectors.forward(p, cfg, x, MASK).values()]),
+        lambda model, cfg, x: torch.cat([y.flatten() for y in model(x, MASK.long(), padding_side="left")[:2]]),
+    ),
+}
+MASK = torch.ones(1, 128, dtype=torch.bool)
+
+
+def decoded(model, cfg, x):
+    given = vae_given(cfg)
+    with same_noise(given["noise"], cfg):
+        return model.decode(x, given["timestep"]).sample
+
+
+@pytest.mark.parametrize("family", ["2.0", "2.3"])
+@pytest.mark.parametrize("part", PARTS)
+def test_diffusers_opens_the_folders_and_computes_what_the_single_file_does(tmp_path, part, family):
+    """Float32; the folder is Diffusers' to read, the file ours."""
+    from diffusers.pipelines.ltx2 import connectors, vocoder
+
+    path = write(tmp_path / "x.safetensors", *release(family))
+    split_single_file(path, tmp_path / "out")
+    name = json.loads((tmp_path / "out" / part / "config.json").read_text())["_class_name"]
+    kind = next(getattr(m, name) for m in (diffusers, vocoder, connectors) if hasattr(m, name))
+    how = {"output_loading_info": True, "torch_dtype": torch.float32}
+    model, info = kind.from_pretrained(tmp_path / "out" / part, **how)
+    assert not any(info.values())
+    tree, cfg = open_single_part(path, part)
+    params, (given, ours, theirs) = {k: v.float() for k, v in tree.read().items()}, FORWARDS[part]
+    with torch.no_grad():
+        found, wanted = ours(params, cfg, given(cfg)), theirs(model.eval(), cfg, given(cfg))
+    # Float32 sums in another order, which the logarithm of the second generator's spectrogram enlarges.
+    close(found, wanted, part, 1e-4)
+
+
+def test_diffusers_opens_the_transformers_folder(tmp_path):
+    split_single_file(write(tmp_path / "x.safetensors", *release("2.3")), tmp_path / "out")
+    model, info = diffusers.LTX2VideoTransformer3DModel.from_pretrained(
+        tmp_path / "out" / "transformer", output_loading_info=True
+    )
+    params = random_params(transformer_config("2.3"), 0)
+    assert not any(info.values()) and model.state_dict().keys() == params.keys()
+
+
+def test_an_upsamplers_file_becomes_a_folder_too(tmp_path):
+    head = {"_class_name": "LatentUpsampler", "in_channels": 8, "mid_channels": 32, "num_blocks_per_stage": 1}
+    cfg = upsampler_config(head, "file", {})
+    params = {k: draw(0, k, *s.shape).bfloat16() for k, s in ltx2_upsampler.param_specs(cfg).items()}
+    path, more = write(tmp_path / "x.safetensors", *release("2.0")), write(tmp_path / "up.safetensors", params, head)
+    assert split_single_file(path, tmp_path / "out", upsampler=more)[-1] == "latent_upsampler"
+    folder = tmp_path / "out" / "latent_upsampler"
+    tree, found = open_model(folder, UpsamplerConfig, ltx2_upsampler.CLASS_NAME, ltx2_upsampler.param_specs)
+    assert found == cfg
+    equal(tree, params)
+    del params["final_conv.bias"]
+    leaves, head_of_release = release("2.0")
+    del leaves["vocoder.conv_pre.bias"]
+    path, more = write(path, leaves, head_of_release), write(more, params, head)
+    with pytest.raises(UserError) as error:
+        split_single_file(path, tmp_path / "again", upsampler=more)
+    assert "final_conv.bias" in str(error.value) and "missing vocoder.conv_pre.bias" in str(error.value)
+    with pytest.raises(UserError, match="latent_upsampler is no model"):
+        split_single_file(path, tmp_path / "again", configs={"latent_upsampler": cfg})
 
 
 def test_a_file_is_split_leaf_by_leaf(tmp_path, monkeypatch):

@@ -8,7 +8,6 @@ import sys
 import pytest
 import torch
 from hypothesis import given, settings
-from hypothesis import strategies as st
 from ltx2_official_cases import (
     CONFIGS,
     MODULES,
@@ -16,10 +15,11 @@ from ltx2_official_cases import (
     PUBLIC_NAMES,
     SECTIONS,
     UPSAMPLER_HEADERS,
-    VAE_COMMON,
     D,
+    block_lists,
     part_params,
     release,
+    section_of_blocks,
     sparse_file,
     write,
 )
@@ -141,21 +141,6 @@ def test_public_upsampler_headers_are_the_presets(name):
     assert cfg == dataclasses.replace(same, rational_spatial_scale=scale)
 
 
-@st.composite
-def block_lists(draw):
-    """`(encoder_blocks, decoder_blocks, latent channels, base)` with the same changes of size both ways."""
-    sizes = draw(st.lists(st.sampled_from(["space", "time", "all"]), min_size=1, max_size=3))
-    count = st.integers(1, 2)
-    encoder, decoder = [], []
-    for size in sizes:
-        encoder += [["res_x", draw(count)], [f"compress_{size}_res", {"multiplier": draw(count)}]]
-        decoder += [["res_x", {"num_layers": draw(count)}], [f"compress_{size}", {"multiplier": draw(count)}]]
-        if draw(st.booleans()):  # a block without a change of size
-            encoder += [["res_x", draw(count)]]
-    middle = [["res_x", {"num_layers": draw(count)}]]
-    return encoder + middle, decoder + middle, draw(st.sampled_from([8, 16])), draw(st.sampled_from([8, 16]))
-
-
 def conv(name, n_in, n_out):
     return {f"{name}.conv.weight": (n_out, n_in, 3, 3, 3), f"{name}.conv.bias": (n_out,)}
 
@@ -200,9 +185,7 @@ def vae_keys(encoder, decoder, z, base, patch=2):
 @settings(max_examples=20, deadline=None, derandomize=True)
 def test_any_list_of_blocks_gives_the_official_keys_and_shapes(blocks):
     encoder, decoder, z, base = blocks
-    section = {**VAE_COMMON, "latent_channels": z, "patch_size": 2, "decoder_base_channels": base}
-    section |= {"encoder_blocks": encoder, "decoder_blocks": decoder}
-    cfg = sections.vae_config(section, "file", {})
+    cfg = sections.vae_config(section_of_blocks(*blocks), "file", {})
     assert {k: s.shape for k, s in official_shapes("vae", cfg).items()} == vae_keys(encoder, decoder, z, base)
 
 
@@ -376,12 +359,13 @@ def test_other_upsampler_files_are_refused(tmp_path):
 # --- large files --------------------------------------------------------------------------------------------------
 
 LARGE = """
-import resource, sys
+import sys
 from nn.ltx2_formats import open_single_file
 from nn.ltx2_official_parts import open_single_part
 
-def peak():
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def peak():  # of this program, while ru_maxrss counts what its parent had when it was started too
+    status = dict(line.split(":", 1) for line in open("/proc/self/status"))
+    return int(status["VmHWM"].split()[0]) * 1024
 
 path, before, trees = sys.argv[1], peak(), {}
 trees["transformer"], _ = open_single_file(path)
