@@ -22,8 +22,9 @@ import torch.distributed as dist
 
 from core import compat, devices
 from core.errors import UserError, raise_faults
+from parallel import parent
 from parallel.mesh import AXES, Mesh
-from parallel.watch import Watch
+from parallel.watch import Failure, Watch
 
 TIMEOUT_S = 1800.0
 NUMBERS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_PORT")
@@ -122,20 +123,24 @@ def together() -> Iterator[Place]:
 
     For what every process does alike, such as reading a recipe, before the device is known; then comes `start`. A
     process alone is not watched: its exceptions are its caller's. An exit by SystemExit is a process's good right.
+    A process of any number that torchrun started gets SIGTERM when torchrun is gone; see `orphaned`.
 
     Raises:
         UserError: as `place_from`; no connection.
     """
     place = place_from(os.environ)
     if place.size == 1:
-        yield place
+        with _parent_watched(place):
+            yield place
         return
     store, _, _ = next(dist.rendezvous("env://"))
     store = dist.PrefixStore(f"start {os.environ.get('TORCHELASTIC_RESTART_COUNT', '0')}", store)
     watch = Watch(store, place.rank, place.size, os.environ["MASTER_ADDR"])
+    place = dataclasses.replace(place, store=store, watch=watch)
     try:
-        watch.join()
-        yield dataclasses.replace(place, store=store, watch=watch)
+        with _parent_watched(place):
+            watch.join()
+            yield place
     except SystemExit:
         _finish(watch)
         raise
@@ -143,6 +148,27 @@ def together() -> Iterator[Place]:
         watch.end(error)
     else:
         _finish(watch)
+
+
+def _parent_watched(place: Place) -> contextlib.AbstractContextManager[None]:
+    """Sees to a torchrun that is gone, where one started this process."""
+    if parent.STARTED not in os.environ:
+        return contextlib.nullcontext()
+    first = place.local_rank == 0
+    return parent.parent_watched(lambda text: orphaned(place, text, say=first), first=first)
+
+
+def orphaned(place: Place, text: str, say: bool) -> None:
+    """Stops a process without parent as SIGTERM does. Of several that have no handler for it, all end with one word:
+    each would else find the others killed.
+
+    Args:
+        text: why, in words. say: whether this process says so where a handler takes the signal.
+    """
+    if place.watch is None or parent.heard():
+        parent.stop_self(text, say)
+    else:
+        place.watch.note(Failure(place.rank, place.rank, parent.STATUS, text))
 
 
 def _finish(watch: Watch) -> None:

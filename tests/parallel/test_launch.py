@@ -15,6 +15,7 @@ import torch.distributed as dist
 from core.errors import UserError
 from parallel.launch import Place, agreed, check_policy, device_of, gathered, place_from, processes, start, together
 from parallel.mesh import single
+from parallel.parent import LATER_S, parent_watched
 from tests.parallel.launched import errors, statuses
 from tests.parallel.pool import mesh_of
 
@@ -242,17 +243,90 @@ with processes("cpu", timeout_s=600) as world:
 """
 
 
-def test_sigkill_under_torchrun(tmp_path):
-    (tmp_path / "run.py").write_text(SCRIPT)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "3"]
-    begun = time.monotonic()
+def torchrun(folder, script, count):
+    """Arguments of `subprocess` for a script on `count` processes."""
+    (folder / "run.py").write_text(script)
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [*command, str(tmp_path / "run.py")], env=env, capture_output=True, text=True, timeout=90, cwd=tmp_path
-    )
+    return {"args": [*command, str(folder / "run.py")], "env": env, "text": True, "cwd": folder}
+
+
+def test_sigkill_under_torchrun(tmp_path):
+    begun = time.monotonic()
+    done = subprocess.run(**torchrun(tmp_path, SCRIPT, 3), capture_output=True, timeout=90)
     assert done.returncode != 0 and time.monotonic() - begun < 45, "torchrun itself would kill after 30 s"
     assert len(re.findall(r"error: rank 1 .process \d+ on .*. ended without a word", done.stderr)) == 1
     assert "GLHF" not in done.stderr, "what gloo says of it is not shown"
+
+
+# --- torchrun itself is killed ----------------------------------------------------------------------------------------
+
+
+def _orphan(out, first, leaves):
+    """A process whose parent, which is told its number, is killed by it; writes what it is told."""
+    if (child := os.fork()) != 0:
+        os._exit(0 if os.waitpid(child, 0) else 1)
+    said = []
+    with parent_watched(said.append, first=first, every_s=0.02):
+        os.kill(os.getppid(), signal.SIGKILL)
+        time.sleep(0.0 if leaves else LATER_S / 2)
+        early = len(said)
+        time.sleep(0.0 if leaves else LATER_S)
+    out.with_suffix(".part").write_text(f"{early} {said}")
+    os.replace(out.with_suffix(".part"), out)
+    os._exit(0)
+
+
+@pytest.mark.parametrize("first, leaves, early, all_", [(True, False, 1, 1), (False, False, 0, 1), (False, True, 0, 0)])
+def test_the_death_of_a_parent_is_told_once(launched, tmp_path, first, leaves, early, all_):
+    """The others of a machine hear of it later, and not at all where they are done by then."""
+    out = tmp_path / "said"
+    (parent,) = launched(_orphan, out, first, leaves, size=1).ranks
+    end = time.monotonic() + 30
+    while not out.exists() and time.monotonic() < end:
+        time.sleep(0.05)
+    text = f"'torchrun (process {parent.pid}), which started this run, is gone'" if all_ else ""
+    assert out.read_text() == f"{early} [{text}]"
+
+
+ENDLESS = """
+import os, signal, sys, time, torch, torch.distributed as dist
+from parallel.launch import processes
+heard = []
+if sys.argv[1:] == ["saves"]:  # as a run that stops after its step
+    signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+with processes("cpu", timeout_s=600) as world:
+    for step in range(9000):  # a minute and a half, if nothing stops it
+        stop = torch.tensor([len(heard)])
+        if world.size > 1:
+            dist.all_reduce(stop)
+        if stop:
+            print(f"rank {world.rank} saved", flush=True)
+            break
+        if step == 5:
+            print(f"rank {world.rank} works", flush=True)
+        time.sleep(0.01)
+"""
+
+
+@pytest.mark.parametrize("count, saves", [(1, True), (2, True), (2, False)])
+def test_sigkill_of_torchrun_stops_its_processes(tmp_path, count, saves):
+    """As SIGTERM would: those that see to it save; others end, all with the same word."""
+    how = torchrun(tmp_path, ENDLESS, count)
+    how["args"] += ["saves"] if saves else []
+    process = subprocess.Popen(**how, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+    try:
+        said = sorted(process.stdout.readline() for _ in range(count))
+        process.kill()
+        killed = time.monotonic()
+        out, err = process.communicate(timeout=60)  # both end with the last process that has them
+    finally:
+        process.kill()
+    assert said == [f"rank {r} works\n" for r in range(count)] and time.monotonic() - killed < 30
+    assert sorted(out.splitlines()) == ([f"rank {r} saved" for r in range(count)] if saves else [])
+    gone = re.findall(rf"^.*torchrun .process {process.pid}., which started this run, is gone.*$", err, re.M)
+    assert len(gone) == 1 and gone[0].startswith("torchrun" if saves else "error: torchrun")
+    assert "ended without a word" not in err and "Traceback" not in err
 
 
 # --- choices ----------------------------------------------------------------------------------------------------------
