@@ -14,7 +14,7 @@ freed after it.
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -192,6 +192,33 @@ def _fitting(encoder: ImageEncoder, cfg: WanConfig, folder: Path) -> ImageEncode
     return encoder
 
 
+def open_parts(
+    folder: Path,
+    loaders: Mapping[str, Callable[[Path], Any]],
+    needs: Sequence[str],
+    unused: Mapping[str, str] | None = None,
+) -> tuple[dict[str, Any], dict[str, str]]:
+    """The models around a transformer, and of those that are absent or cannot be run the reason, by folder name.
+
+    Args:
+        loaders: `(folder of the model)` -> the model. needs: names without which the caller cannot go on.
+        unused: names that this transformer has no use for, with the reason.
+
+    Raises:
+        UserError: one message for all that is needed and cannot be run.
+    """
+    found, absent = {}, {} if unused is None else dict(unused)
+    for name, load in loaders.items():
+        if name in absent:
+            continue
+        try:
+            found[name] = load(folder / name)
+        except UserError as error:
+            absent[name] = str(error)
+    raise_faults(f"{folder}: models that are needed cannot be run", [absent[name] for name in needs if name in absent])
+    return found, absent
+
+
 def open_pipeline(
     folder: str | Path,
     *,
@@ -225,15 +252,9 @@ def open_pipeline(
         "text_encoder": lambda f: load_text_encoder(f, device=device, dtype=dtype),
         "image_encoder": lambda f: _fitting(load_image_encoder(f, device=device, dtype=dtype), cfg, f),
     }
-    found, absent = {}, {}
-    for name, load in loaders.items():
-        if name == "image_encoder" and cfg.image_dim is None:
-            continue
-        try:
-            found[name] = load(folder / name)
-        except UserError as error:
-            absent[name] = str(error)
-    raise_faults(f"{folder}: models that are needed cannot be run", [absent[name] for name in needs if name in absent])
+    if cfg.image_dim is None:
+        del loaders["image_encoder"]
+    found, absent = open_parts(folder, loaders, needs)
     model_specs = param_specs(cfg)
     bound = cast(dtype, keep_fp32=lambda k: model_specs[k].keep_fp32)(tree.specs)
     return Pipeline(
@@ -250,8 +271,11 @@ def open_pipeline(
     )
 
 
-def with_weights(pipe: Pipeline) -> Pipeline:
-    """The pipeline with its transformer read to the device; itself where that was done."""
+P = TypeVar("P")
+
+
+def with_weights(pipe: P) -> P:
+    """A pipeline (also LTX-2's) with its transformer read to the device; itself where that was done."""
     if not isinstance(pipe.params, LazyTree):
         return pipe
     return dataclasses.replace(pipe, params=pipe.params.read(device=pipe.device))

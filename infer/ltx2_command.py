@@ -12,7 +12,8 @@ from core.errors import UserError, raise_faults
 from core.files import check_target
 from core.trees import Params
 from infer.flags import DTYPES, SIZES
-from infer.ltx2_folder import LTX2Defaults, LTX2Pipeline, open_ltx2, with_weights
+from infer.folder import with_weights
+from infer.ltx2_folder import LTX2Defaults, LTX2Pipeline, open_ltx2
 from infer.ltx2_generate import Clip, generate
 from infer.ltx2_given import check_files, check_places, encode_files, read_files, reference_info
 from infer.ltx2_guidance import StreamGuidance

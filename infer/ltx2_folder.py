@@ -29,7 +29,7 @@ from core.transforms import apply
 from core.trees import Params
 from infer.autoencoders import AudioVae, Vae, load_audio_vae, load_vae
 from infer.encoders import read_mapping
-from infer.folder import IMAGE_PIPELINE, INDEX, PIPELINE, copy_files
+from infer.folder import IMAGE_PIPELINE, INDEX, PIPELINE, copy_files, open_parts
 from infer.ltx2_defaults import SCHEDULER, LTX2Defaults, read_defaults, scheduler_config
 from infer.ltx2_text import LTX2Text, load_ltx2_text
 from nn import ltx2_upsampler
@@ -195,15 +195,8 @@ def open_ltx2(
         "latent_upsampler": lambda part: load_upsampler(part, device=device, dtype=vae_dtype),
     }
     unused = {"vae": "video" not in names, "audio_vae": "audio" not in names, "latent_upsampler": "video" not in names}
-    found, absent = {}, {name: f"the model is {cfg.modality}" for name, idle in unused.items() if idle}
-    for name, load in loaders.items():
-        if name in absent:
-            continue
-        try:
-            found[name] = load(folder / name)
-        except UserError as error:
-            absent[name] = str(error)
-    raise_faults(f"{folder}: models that are needed cannot be run", [absent[name] for name in needs if name in absent])
+    idle = {name: f"the model is {cfg.modality}" for name, none in unused.items() if none}
+    found, absent = open_parts(folder, loaders, needs, idle)
     model_specs = param_specs(cfg)
     bound = cast(dtype, keep_fp32=lambda k: model_specs[k].keep_fp32)(tree.specs)
     return LTX2Pipeline(
@@ -218,13 +211,6 @@ def open_ltx2(
         absent,
         found.get("latent_upsampler"),
     )
-
-
-def with_weights(pipe: LTX2Pipeline) -> LTX2Pipeline:
-    """The pipeline with its transformer read to the device; itself where that was done."""
-    if not isinstance(pipe.params, LazyTree):
-        return pipe
-    return dataclasses.replace(pipe, params=pipe.params.read(device=pipe.device))
 
 
 # --- writing --------------------------------------------------------------------------------------------------

@@ -12,7 +12,8 @@ from torch import Tensor
 
 from core.errors import UserError
 from core.trees import Params
-from infer.ltx2_folder import LTX2Pipeline, with_weights
+from infer.folder import with_weights
+from infer.ltx2_folder import LTX2Pipeline
 from infer.ltx2_generate import (
     Clip,
     Progress,

@@ -27,6 +27,10 @@ from train.recompute import policy_of
 
 DATA = ("dp_replicate", "dp_shard")  # processes along these read different samples
 KEY = "training.distributed"
+OF_SHARDS = (  # keys of it that say how sharded weights and their gradients are moved
+    "reshard_after_forward", "fsdp_symmetric_memory", "pin_cpu_memory", "fsdp_modules_per_group", "fsdp_prefetch",
+    "accumulate",
+)  # fmt: skip
 
 
 def start_world(recipe: Recipe, place: Place) -> World:
@@ -94,11 +98,11 @@ def check_layout(recipe: Recipe, cfg: Any, mesh: Mesh) -> None:
     if tp > 1 and recipe.training.model.pack_attention_projections:
         faults.append("tp_size: training.model.pack_attention_projections would be cut across q, k and v; use 1")
     if mesh.size(*DATA, "sp") == 1:
-        idle = {"reshard_after_forward": False, "fsdp_symmetric_memory": True, "pin_cpu_memory": True}
+        usual = {key: Distributed.model_fields[key].default for key in OF_SHARDS}
         faults += [
-            f"{key}: {str(value).lower()} needs weights that are sharded over several processes"
-            for key, value in idle.items()
-            if getattr(d, key) is value
+            f"{key}: {str(getattr(d, key)).lower()} needs weights that are sharded over several processes"
+            for key, value in usual.items()
+            if getattr(d, key) != value
         ]
     else:
         faults += [f"fsdp_{fault}" for fault in symmetric_faults(shard_options(d), mesh, sharded=True)]

@@ -1,7 +1,7 @@
 """The data set that a recipe names: opened, checked against the model, and identified."""
 
 import hashlib
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,14 +49,19 @@ def check_preprocessed(paths: Iterable[Path]) -> None:
     )
 
 
-def open_recipe_data(data: Data, device: torch.device, streams: Sequence[str] | None = None) -> Dataset:
+def open_recipe_data(
+    data: Data, device: torch.device, streams: Sequence[str] | None = None, *,
+    once: Callable[[Callable[[], Any]], Any] = lambda choose: choose(), log: Callable[[str], None] = print,
+) -> Dataset:  # fmt: skip
     """The data set of a recipe, as a map or a stream, or encoded on the fly on `device`.
 
-    `streams` are those of the model: the tensors of others are not read; None: all are.
+    Args:
+        streams: those of the model: the tensors of others are not read; None: all are.
+        once, log: how several processes share what one of them finds out, and what is said, see `train.online`.
     """
     path, kind = _plain(data.data_path), row_type(data.preprocessed_data_type)
     if data.encode is not None:
-        return open_online(path, kind, data.encode, device)
+        return open_online(path, kind, data.encode, device, log, streams=streams, once=once)
     check_preprocessed(data_roots(data.data_path))
     if data.dataloader_type == "map":
         return open_dataset(path, kind, streams=streams)

@@ -263,7 +263,8 @@ def open_data(recipe: Recipe, cfg: Any, mesh: Mesh) -> Dataset:
     with named("training.data.data_path"):
         if mesh.world > 1 and data.streaming_manifest_path is not None:
             agreed(lambda: len(open_recipe_data(data, mesh.device, streams)), mesh)
-        return open_recipe_data(data, mesh.device, streams)
+        log = print if mesh.leader else lambda text: None
+        return open_recipe_data(data, mesh.device, streams, once=lambda choose: agreed(choose, mesh), log=log)
 
 
 # --- the state ------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@
 import torch
 
 from core import keys
-from infer.ltx2_folder import LTX2Defaults, open_ltx2, save_ltx2, with_weights
+from infer.folder import with_weights
+from infer.ltx2_folder import LTX2Defaults, open_ltx2, save_ltx2
 from infer.ltx2_generate import LTX2Sampling
 from nn import mel_codec, patch_codec, text_hash
 from nn.ltx2_config import LTX2Config

@@ -11,8 +11,9 @@ from ltx2_side_cases import draw, random_leaves
 from ltx2_vae_cases import diffusers_vae, vae_config
 from ltx2_vae_cases import random_params as random_vae_params
 
+from infer.folder import with_weights
 from infer.ltx2_defaults import scheduler_config
-from infer.ltx2_folder import LTX2Pipeline, open_ltx2, with_weights
+from infer.ltx2_folder import LTX2Pipeline, open_ltx2
 from infer.ltx2_sampling import LTX2Sampling, tokens_of
 from nn import ltx2_audio, ltx2_upsampler, ltx2_vocoder
 from nn.config_files import save_model

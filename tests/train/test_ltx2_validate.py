@@ -10,7 +10,8 @@ from core.checkpoint import open_checkpoint
 from core.errors import UserError
 from core.geometry import to_frames, to_video
 from infer.__main__ import main as infer
-from infer.ltx2_folder import open_ltx2, with_weights
+from infer.folder import with_weights
+from infer.ltx2_folder import open_ltx2
 from infer.ltx2_generate import generate
 from infer.media import read_video
 from infer.sound import has_sound, read_sound
