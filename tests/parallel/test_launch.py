@@ -301,10 +301,10 @@ with processes("cpu", timeout_s=600) as world:
         if world.size > 1:
             dist.all_reduce(stop)
         if stop:
-            os.write(1, f"rank {world.rank} saved\n".encode())  # whole lines: the processes share the pipe
+            os.write(1, f"rank {world.rank} saved\\n".encode())  # whole lines: the processes share the pipe
             break
         if step == 5:
-            os.write(1, f"rank {world.rank} works\n".encode())
+            os.write(1, f"rank {world.rank} works\\n".encode())
         time.sleep(0.01)
 """
 
