@@ -3,6 +3,7 @@ and what cannot be, or would do nothing, is told by name before anything is enco
 
 import dataclasses
 import json
+from unittest import mock
 
 import pytest
 import torch
@@ -79,21 +80,28 @@ def flags_of(pair, tmp_path, flags, seed=0):
 def made(pair, tmp_path, *flags, seed=0):
     """Frames of the file that the command writes with these flags, and how it says that it samples."""
     words = flags_of(pair, tmp_path, flags, seed)
-    assert command(pair.folder, *words) == 0
+    (frames,) = frames_of(pair.folder, *words).values()
     args = parse(["--model", str(pair.folder), *words])
-    return read_video(tmp_path / "out.mp4").frames, ltx2_command.sampling_of(args, pair.ours, Prompt(""))
+    return frames, ltx2_command.sampling_of(args, pair.ours, Prompt(""))
 
 
-def expected(tmp_path, clip):
-    """The frames of a clip as a file has them."""
-    write_video(tmp_path / "expected.mp4", clip.frames, SAMPLING.fps, clip.sound)
-    return read_video(tmp_path / "expected.mp4").frames
+def frames_of(folder, *flags):
+    """Frames of the files that a command writes, by name: before H.264, which makes 26 levels out of a flip of one."""
+    frames = {}
+
+    def write(path, video, *rest):
+        frames[path.name] = video
+        write_video(path, video, *rest)
+
+    with mock.patch.object(ltx2_command, "write_video", write):
+        assert command(folder, *flags) == 0
+    return frames
 
 
 def same(a, b):
     """Equal but for roundings: where tensors lie in memory decides how sums are vectorised, so that a level of 255 may
-    fall on the other side here and there, and H.264 makes a little more of it. Other samples are below 30 dB."""
-    return a.shape == b.shape and psnr(a, b) > 40
+    fall on the other side here and there."""
+    return a.shape == b.shape and (a.int() - b.int()).abs().max() <= 1
 
 
 def latents(pair, path, sampling, count=1, scale=1):
@@ -153,7 +161,7 @@ def test_pictures_and_guidance_are_what_the_functions_take(tmp_path, pair, media
     conditions = [FirstFrame("image"), Keyframe("keyframe 0", frame=3, strength=0.6)]
     given = Given(conditions={"video": conditions}, extras={"image": picture, "keyframe 0": picture})
     (clip,) = generate(pair.ours, sampling, text, negative, [7], given=given)
-    assert same(found, expected(tmp_path, clip))
+    assert same(found, clip.frames)
 
 
 def test_a_keyframe_at_0_is_the_first_frame_as_strong_as_it_says(tmp_path, pair, media):
@@ -162,7 +170,7 @@ def test_a_keyframe_at_0_is_the_first_frame_as_strong_as_it_says(tmp_path, pair,
     condition = FirstFrame("keyframe 0", strength=0.7)
     given = Given(conditions={"video": [condition]}, extras={"keyframe 0": picture})
     (clip,) = generate(pair.ours, sampling, text, negative, [0], given=given)
-    assert same(found, expected(tmp_path, clip))
+    assert same(found, clip.frames)
 
 
 def test_a_reference_is_read_as_its_adapter_was_trained(tmp_path, pair, media):
@@ -177,7 +185,7 @@ def test_a_reference_is_read_as_its_adapter_was_trained(tmp_path, pair, media):
     given = Given(conditions={"video": conditions}, extras={"reference": reference})
     whole, (text, negative) = adapted(pair.ours, [ic, times(style, 0.5)]), texts(pair)
     (clip,) = generate(whole, sampling, text, negative, [0], given=given)
-    assert same(found, expected(tmp_path, clip))
+    assert same(found, clip.frames)
 
 
 def test_two_stages_with_adapters_of_their_own(tmp_path, pair, media):
@@ -196,7 +204,7 @@ def test_two_stages_with_adapters_of_their_own(tmp_path, pair, media):
     (clip,) = generate_two_stage(
         adapted(pair.ours, leaves[1:]), sampling, text, negative, [3], given=given, small=small, refiner=refiner
     )  # fmt: skip
-    assert clip.frames.shape == (5, 64, 128, 3) and same(found, expected(tmp_path, clip))
+    assert clip.frames.shape == (5, 64, 128, 3) and same(found, clip.frames)
 
 
 def test_distilled_weights_in_both_stages(tmp_path, pair, capsys):
@@ -208,7 +216,7 @@ def test_distilled_weights_in_both_stages(tmp_path, pair, capsys):
     ours, (text, _) = dataclasses.replace(pair.ours, defaults=defaults), texts(pair)
     sampling = dataclasses.replace(sampling, distilled=True, video=StreamGuidance(), audio=StreamGuidance())
     (clip,) = generate_two_stage(ours, sampling, text, None, [0])
-    assert same(found, expected(tmp_path, clip))
+    assert same(found, clip.frames)
 
 
 def test_prompts_of_a_file_have_their_own_sizes_pictures_and_seeds(tmp_path, folder, media):
@@ -218,14 +226,13 @@ def test_prompts_of_a_file_have_their_own_sizes_pictures_and_seeds(tmp_path, fol
     ]
     (tmp_path / "p.json").write_text(json.dumps({"data": data}))
     flags = ["--prompt-file", tmp_path / "p.json", "--output", tmp_path / "a.mp4", "--samples-per-prompt", 2]
-    assert command(folder, *flags) == 0
+    frames = frames_of(folder, *flags)
     shapes = [tuple(read_video(tmp_path / f"a-00{i}-{j}.mp4").frames.shape) for i in (0, 1) for j in (0, 1)]
     assert shapes == [(FRAMES, HEIGHT, WIDTH, 3)] * 2 + [(5, 16, 16, 3)] * 2
     assert {p.name for p in tmp_path.glob("*.png")} == {"a.png", "a.spectrogram.png"}
     one = ["--prompt", "a rabbit", "--seed", 4, "--output", tmp_path / "b.mp4"]
-    assert command(folder, *one) == 0
-    assert same(read_video(tmp_path / "b.mp4").frames, read_video(tmp_path / "a-000-1.mp4").frames)
-    assert not same(read_video(tmp_path / "b.mp4").frames, read_video(tmp_path / "a-000-0.mp4").frames)
+    (alone,) = frames_of(folder, *one).values()
+    assert same(alone, frames["a-000-1.mp4"]) and not same(alone, frames["a-000-0.mp4"])
 
 
 # --- what is refused ------------------------------------------------------------------------------------------
