@@ -2,7 +2,7 @@
 
 import argparse
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from torch import Tensor
@@ -12,17 +12,17 @@ from core.errors import UserError, exit_status, raise_faults
 from core.files import check_target
 from core.geometry import to_video
 from infer import ltx2_command
-from infer.autoencoders import decode_frames
 from infer.conditions import pad_prompts, read_clip_feature, read_embeddings, save_embeddings
 from infer.flags import DTYPES, parse, prompts_of, sampling_of
 from infer.folder import Pipeline, open_pipeline, with_weights
 from infer.generate import Sampling, generate, start_step
-from infer.hub import PARTS, resolve_model
+from infer.hub import PARTS, resolve_index, resolve_model
 from infer.idle import check_idle, check_kind
 from infer.jobs import Job, Place, Texts, check_jobs, embed_pictures, embed_texts, make_jobs
 from infer.ltx2_folder import kind_of_pipeline
 from infer.ltx2_schedules import LTX2_SAMPLERS
 from infer.media import contact_sheet, frame_rate, read_video, write_video
+from infer.previews import preview_of, previewer
 from infer.progress import progress
 from infer.prompts import Prompt, Wanted, plan
 from infer.samplers import SAMPLERS
@@ -42,7 +42,7 @@ def outputs_of(args: argparse.Namespace, wanted: Sequence[Wanted]) -> list[Path]
     for flag, path, suffix in (("--output", output, ".mp4"), ("--contact-sheet", sheet, ".png")):
         if path.suffix.lower() != suffix:
             raise UserError(f"{flag} {path}: expected a name ending in {suffix}")
-    previews = [] if args.preview_every is None else [_preview_of(w.output) for w in wanted]
+    previews = [] if args.preview_every is None else [preview_of(w.output) for w in wanted]
     return [*(w.output for w in wanted), *previews, sheet]
 
 
@@ -53,10 +53,6 @@ def check_outputs(args: argparse.Namespace, wanted: Sequence[Wanted], outputs: S
         check_target(path)
     clashes = [str(path) for path in dict.fromkeys(outputs) if path.resolve() in inputs]
     raise_faults("these outputs would replace what is read; choose other names (--output, --contact-sheet):", clashes)
-
-
-def _preview_of(output: Path) -> Path:
-    return output.with_suffix(".preview.png")
 
 
 def texts_of(args: argparse.Namespace, pipe: Pipeline, prompts: Sequence[Prompt], guidance: bool) -> list[Texts]:
@@ -85,22 +81,6 @@ def read_starts(args: argparse.Namespace, samplings: Sequence[Sampling]) -> dict
         s: read_video(args.video, num_frames=s.num_frames, size=(s.height, s.width)).frames
         for s in dict.fromkeys(samplings)
     }
-
-
-def previewer(
-    args: argparse.Namespace, pipe: Pipeline, one: Wanted, steps: int
-) -> Callable[[int, Tensor], None] | None:
-    """Writes the current estimate as a contact sheet, `a.mp4` -> `a.preview.png`, each over the one before."""
-    if args.preview_every is None:
-        return None
-    path = _preview_of(one.output)
-
-    def show(step: int, x0: Tensor) -> None:
-        if step % args.preview_every == 0:
-            (frames,) = decode_frames(pipe.vae, x0)
-            contact_sheet([(f"{one.prompt.caption} (step {step} of {steps})", frames)], path)
-
-    return show
 
 
 def prepare(args: argparse.Namespace, pipe: Pipeline, prompts: Sequence[Prompt]) -> list[Job]:
@@ -140,7 +120,8 @@ def write_embeddings(args: argparse.Namespace, pipe: Pipeline, prompts: Sequence
 
 def make(args: argparse.Namespace, pipe: Pipeline, job: Job, one: Wanted, label: str) -> Tensor:
     """Frames uint8 `[T, H, W, 3]` of one video."""
-    steps = job.sampling.steps
+    steps, every = job.sampling.steps, args.preview_every
+    preview = None if every is None else previewer(every, pipe.vae, one.output, one.prompt.caption, steps)
     with progress(label, steps if job.video is None else steps - start_step(steps, args.strength), "steps") as update:
         (frames,) = generate(
             pipe,
@@ -153,7 +134,7 @@ def make(args: argparse.Namespace, pipe: Pipeline, job: Job, one: Wanted, label:
             strength=args.strength,
             run=Run(attention=Attention(args.attention_backend)),
             progress=lambda done, total: update(done),
-            preview=previewer(args, pipe, one, steps),
+            preview=preview,
         )
     return frames
 
@@ -182,26 +163,14 @@ def needs_of(args: argparse.Namespace, prompts: Sequence[Prompt]) -> list[str]:
     return [name for name, needed in wanted.items() if needed]
 
 
-def kind_of(model: str) -> str:
-    """`"wan"` or `"ltx2"`. Ids of the hub are Wan's: raises UserError for what seems to be one of LTX-2, before a
-    download that could not be used."""
-    if Path(model).is_dir():
-        return kind_of_pipeline(model)
-    if "ltx" in model.lower():
-        raise UserError(
-            f"{model}: no such folder; LTX-2 is not taken from the hub by its id: hf download ID --local-dir FOLDER, "
-            "then --model FOLDER"
-        )
-    return "wan"
-
-
 def run(args: argparse.Namespace) -> None:
     """Samples with a folder of either kind."""
     prompts = prompts_of(args)
     wanted = plan(prompts, Path(args.output), args.samples_per_prompt, args.seed)
-    if kind_of(args.model) == "ltx2":
+    parts = [name for name in (*needs_of(args, prompts), *ltx2_command.parts_of(args)) if name in PARTS]
+    if kind_of_pipeline(resolve_index(args.model, list(dict.fromkeys(parts)))) == "ltx2":
         check_kind(args, "LTX-2", LTX2_SAMPLERS)
-        return ltx2_command.run(args, Path(args.model), prompts, wanted)
+        return ltx2_command.run(args, prompts, wanted)
     check_kind(args, "Wan", SAMPLERS)
     return run_wan(args, prompts, wanted)
 

@@ -19,7 +19,7 @@ NOT_EMBEDDED = (
     "vae_dtype", "vae_strips", "attention_backend",
 )  # fmt: skip
 # Flags that one kind of pipeline has no use for.
-WAN_ONLY = ("clip_feature", "strength", "unconditional", "flow_shift", "vae_strips", "preview_every")
+WAN_ONLY = ("clip_feature", "strength", "unconditional", "flow_shift", "vae_strips")
 LTX2_ONLY = (
     "modality", "sound", "keyframe", "reference", "reference_attention", "lora", "two_stage", "refine_lora",
     "distilled", "audio_guidance_scale", "stg_scale", "audio_stg_scale", "stg_blocks", "modality_scale",
@@ -88,12 +88,12 @@ def check_idle(args: argparse.Namespace, pipe: Pipeline, guidance_scale: float, 
         faults += idle(["clip_feature"], args.given, f"for this model: the transformer takes {takes}")
         if args.save_embeds is not None:
             faults += idle(["image"], args.given, f"beside --save-embeds: the transformer takes {takes}")
-    raise_faults("flags that would do nothing:", faults + _preview_faults(args, steps))
+    first = 0 if args.video is None else start_step(steps, args.strength)  # the steps before it are left out
+    raise_faults("flags that would do nothing:", faults + preview_faults(args.preview_every, first, steps))
 
 
-def _preview_faults(args: argparse.Namespace, steps: int) -> list[str]:
-    """With `--video` the first steps are left out."""
-    first = 0 if args.video is None else start_step(steps, args.strength)
-    if args.preview_every is None or steps // args.preview_every > first // args.preview_every:
+def preview_faults(every: int | None, first: int, steps: int) -> list[str]:
+    """The fault that no step from `first` on, counted from 0, is shown."""
+    if every is None or steps // every > first // every:
         return []
-    return [f"--preview-every {args.preview_every} would do nothing: no multiple is among steps {first + 1} to {steps}"]
+    return [f"--preview-every {every} would do nothing: no multiple is among steps {first + 1} to {steps}"]

@@ -13,16 +13,19 @@ from core.files import check_target
 from core.trees import Params
 from infer.flags import DTYPES, SIZES
 from infer.folder import with_weights
+from infer.hub import PARTS, resolve_model
+from infer.idle import preview_faults
 from infer.ltx2_folder import LTX2Defaults, LTX2Pipeline, open_ltx2
 from infer.ltx2_generate import Clip, generate
 from infer.ltx2_given import check_files, check_places, encode_files, read_files, reference_info
 from infer.ltx2_guidance import StreamGuidance
-from infer.ltx2_idle import check_ltx2_flags, check_ltx2_guidance
+from infer.ltx2_idle import TITLE, check_ltx2_flags, check_ltx2_guidance
 from infer.ltx2_sampling import Given, LTX2Sampling, check_sampling, schedule_of
 from infer.ltx2_schedules import DISTILLED_SIGMAS
 from infer.ltx2_stages import adapted, all_steps, check_stages, generate_two_stage, half, read_loras
 from infer.ltx2_text import read_texts, save_texts
 from infer.media import contact_sheet, frame_rate, write_video
+from infer.previews import preview_of, previewer
 from infer.progress import progress
 from infer.prompts import Prompt, Wanted
 from infer.sound import spectrogram, write_sound
@@ -95,6 +98,11 @@ def guidance_of(args: argparse.Namespace, defaults: LTX2Defaults, name: str) -> 
     )
 
 
+def steps_of(args: argparse.Namespace, sampling: LTX2Sampling) -> int:
+    """Steps of all stages."""
+    return all_steps(sampling) if args.two_stage else sampling.steps
+
+
 def by_text(guidance: Sequence[StreamGuidance]) -> bool:
     """Whether some stream is guided by text, which needs a negative prompt."""
     return any(one.cfg_scale != 1 for one in guidance)
@@ -114,6 +122,14 @@ def needs_of(args: argparse.Namespace) -> list[str]:
         wanted["vae"] = any((args.video, args.image, args.keyframe, args.reference))
     without = {"video": ("audio_vae",), "audio": ("vae", "latent_upsampler")}.get(args.modality, ())  # told of later
     return [name for name, needed in wanted.items() if needed and name not in without]
+
+
+def parts_of(args: argparse.Namespace) -> list[str]:
+    """The models to fetch from the hub, of `infer.hub.PARTS`: those that are needed, and what makes sound audible."""
+    needs = needs_of(args)
+    if args.save_embeds is None and args.modality != "video":
+        needs.append("audio_vae")
+    return [name for name in PARTS if name in needs]
 
 
 # --- what is encoded before the transformer is read -----------------------------------------------------------
@@ -144,6 +160,7 @@ def checked(args: argparse.Namespace, pipe: LTX2Pipeline, prompt: Prompt, info: 
     check_places(args, pipe, prompt.image, sampling)
     guidance = {name: getattr(sampling, name) for name in pipe.streams if name not in given}
     check_ltx2_guidance(args, pipe.cfg, guidance, schedule_of(pipe, sampling))
+    raise_faults(TITLE, preview_faults(args.preview_every, 0, steps_of(args, sampling)))
     return sampling
 
 
@@ -233,7 +250,8 @@ def check_targets(args: argparse.Namespace, wanted: Sequence[Wanted], outputs: M
     """Raises UserError for what cannot be written, or would replace what is read."""
     read = [args.video, args.sound, args.reference, *(w.prompt.image for w in wanted), *(k[0] for k in args.keyframe)]
     inputs = {Path(p).resolve() for p in read if p is not None}
-    targets = [*(w.output for w in wanted), *outputs.values()]
+    previews = [] if args.preview_every is None else [preview_of(w.output) for w in wanted]
+    targets = [*(w.output for w in wanted), *previews, *outputs.values()]
     for path in targets:
         check_target(path)
     clashes = [str(p) for p in dict.fromkeys(targets) if p.resolve() in inputs]
@@ -242,10 +260,12 @@ def check_targets(args: argparse.Namespace, wanted: Sequence[Wanted], outputs: M
 
 def make(pipe: LTX2Pipeline, refiner: LTX2Pipeline | None, args, job: LTX2Job, one: Wanted, label: str) -> Clip:
     """One clip."""
-    run = Run(attention=Attention(args.attention_backend))
-    steps = all_steps(job.sampling) if args.two_stage else job.sampling.steps
+    run, every = Run(attention=Attention(args.attention_backend)), args.preview_every
+    steps = steps_of(args, job.sampling)
+    show = None if every is None else previewer(every, pipe.vae, one.output, one.prompt.caption, steps)
     with progress(label, steps, "steps") as update:
         shared = {"given": job.given, "run": run, "progress": lambda done, total: update(done)}
+        shared["preview"] = None if show is None else lambda step, x0: show(step, x0["video"])
         call = (pipe, job.sampling, job.texts, job.negative, [one.seed])
         if args.two_stage:
             (clip,) = generate_two_stage(*call, small=job.small, refiner=refiner, **shared)
@@ -330,12 +350,12 @@ def opened(args: argparse.Namespace, folder: Path) -> LTX2Pipeline:
     return pipe
 
 
-def run(args: argparse.Namespace, folder: Path, prompts: Sequence[Prompt], wanted: Sequence[Wanted]) -> None:
+def run(args: argparse.Namespace, prompts: Sequence[Prompt], wanted: Sequence[Wanted]) -> None:
     """Samples the clips and writes them with their pictures, or with `--save-embeds` the embeddings alone.
 
     The transformer stays in memory while its clips are decoded, pictures a few at a time.
     """
-    pipe = opened(args, folder)
+    pipe = opened(args, resolve_model(args.model, parts_of(args)))
     if args.save_embeds is not None:
         check_target(Path(args.save_embeds))
         return write_embeddings(args, pipe, prompts)

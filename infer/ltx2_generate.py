@@ -29,6 +29,7 @@ from infer.ltx2_sampling import (
     tokens_of,
 )
 from infer.ltx2_schedules import LTX2_SAMPLERS
+from infer.samplers import VelocityFn
 from infer.schedules import Schedule
 from infer.sound import Sound
 from infer.words import counted
@@ -48,6 +49,7 @@ from nn.run import Run
 Streams = dict[str, Tensor]
 Texts = Mapping[str, Tensor]  # `[B, L, D]` by stream
 Progress = Callable[[int, int], None]
+Preview = Callable[[int, Streams], None]
 GIVEN = "given"  # suffix of the channel that holds a given stream's clean tokens
 
 
@@ -172,16 +174,31 @@ def _channels(pipe: LTX2Pipeline, shapes, start: Start, given: Given, texts: Tex
     return found
 
 
+def _watched(velocity: VelocityFn, schedule: Schedule, show: Callable[[int, Tensor], None]) -> VelocityFn:
+    """`velocity`, which also shows the x0 that it implies at each level of the schedule, with the step's number."""
+    steps = {sigma: i + 1 for i, sigma in enumerate(schedule.sigmas.tolist()[:-1])}  # samplers pass these floats on
+
+    def watched(packed: Tensor, sigma: float, timestep: Tensor) -> Tensor:
+        v = velocity(packed, sigma, timestep)
+        if sigma in steps:
+            show(steps[sigma], packed.to(v.dtype) - sigma * v)
+        return v
+
+    return watched
+
+
 @torch.no_grad()
 def sample_streams(
     pipe: LTX2Pipeline, sampling: LTX2Sampling, schedule: Schedule, start: Start, shapes: Mapping[str, Sequence[int]],
     texts: Texts, negative: Texts | None, given: Given, *, run: Run = Run(), progress: Progress | None = None,
+    preview: Preview | None = None,
 ) -> Streams:  # fmt: skip
     """Latents `[B, ...]` in float32 of every stream that is generated.
 
     Args:
         start: tokens are noised to the schedule's first sigma.
         texts, negative: `[B, L, D]` by stream; `negative` is needed where some guidance is by text.
+        preview: called in each step with its number (1 is the first) and the current estimate of these latents.
     """
     channels = _channels(pipe, shapes, start, given, texts, sampling.fps)
     uncond = None if negative is None else {f"{name}_text": negative[name].to(pipe.device) for name in pipe.streams}
@@ -193,12 +210,14 @@ def sample_streams(
         pipe.cfg, denoiser(pipe, run, replay=sampling.cuda_graph), guidance, schedule, sizes, channels, uncond,
         written=start.written, batched=sampling.batched_guidance, max_batch=sampling.max_batch, device=pipe.device,
     )  # fmt: skip
-    packed = LTX2_SAMPLERS[sampling.sampler](velocity, pack_streams(x), schedule, progress=progress)
-    out = {}
-    for name, tokens in unpack_streams(packed, sizes).items():
-        own = tokens[:, : start.written[name].noisy]
-        out[name] = latents_of(pipe, name, own, shapes[name])
-    return out
+
+    def unpacked(packed: Tensor) -> Streams:
+        own = {k: tokens[:, : start.written[k].noisy] for k, tokens in unpack_streams(packed, sizes).items()}
+        return {name: latents_of(pipe, name, tokens, shapes[name]) for name, tokens in own.items()}
+
+    if preview is not None:
+        velocity = _watched(velocity, schedule, lambda step, x0: preview(step, unpacked(x0)))
+    return unpacked(LTX2_SAMPLERS[sampling.sampler](velocity, pack_streams(x), schedule, progress=progress))
 
 
 def check_finite(pipe: LTX2Pipeline, latents: Mapping[str, Tensor]) -> None:
@@ -239,16 +258,19 @@ def generate(
     given: Given = Given(),
     run: Run = Run(),
     progress: Progress | None = None,
+    preview: Preview | None = None,
 ) -> list[Clip]:
     """One clip per seed, in one stage.
 
     Args:
         texts, negative: `[B, L, D]` by stream, one row a seed.
+        progress: called with (done, total) after each step. preview: see `sample_streams`.
 
     Raises:
         UserError: settings, sizes or conditions that do not fit, before any work; latents that are not finite.
     """
-    latents = generate_latents(pipe, sampling, texts, negative, seeds, given=given, run=run, progress=progress)
+    how = {"run": run, "progress": progress, "preview": preview}
+    latents = generate_latents(pipe, sampling, texts, negative, seeds, given=given, **how)
     return decode(pipe, latents, given, sampling.fps, sampling.num_frames)
 
 
@@ -263,7 +285,7 @@ def as_long(texts: Texts, negative: Texts | None) -> tuple[Texts, Texts | None]:
 
 def generate_latents(
     pipe: LTX2Pipeline, sampling: LTX2Sampling, texts: Texts, negative: Texts | None, seeds: Sequence[int], *,
-    given: Given = Given(), run: Run = Run(), progress: Progress | None = None,
+    given: Given = Given(), run: Run = Run(), progress: Progress | None = None, preview: Preview | None = None,
 ) -> Streams:  # fmt: skip
     """The latents of `generate`."""
     check_sampling(pipe, sampling, given=list(given.streams))
@@ -274,7 +296,7 @@ def generate_latents(
     check_given(shapes, given, len(seeds))
     start = start_of(pipe, shapes, initial_noise(shapes, seeds), given, sampling.fps, seeds)
     latents = sample_streams(
-        pipe, sampling, schedule, start, shapes, texts, negative, given, run=run, progress=progress
-    )  # fmt: skip
+        pipe, sampling, schedule, start, shapes, texts, negative, given, run=run, progress=progress, preview=preview
+    )
     check_finite(pipe, latents)
     return latents

@@ -20,7 +20,7 @@ OF_GUIDANCE = {
 OF_STREAM = {
     "video": (
         "image", "keyframe", "reference", "reference_attention", "video", "two_stage", "refine_lora", "contact_sheet",
-        "height", "width", "vae_tile", *OF_GUIDANCE["video"],
+        "preview_every", "height", "width", "vae_tile", *OF_GUIDANCE["video"],
     ),
     "audio": ("sound", *OF_GUIDANCE["audio"]),
 }  # fmt: skip
@@ -47,7 +47,8 @@ def check_ltx2_flags(args: argparse.Namespace, cfg: LTX2Config, device: torch.de
         if path is not None and name in streams:
             faults += idle(OF_GUIDANCE[name], given, f"beside {flag}: its {name} is given, not made")
     if args.video is not None:
-        faults += idle(("image", "keyframe", "reference", "two_stage"), given, "beside --video, which is kept as it is")
+        faults += idle(("image", "keyframe", "reference", "two_stage", "preview_every"), given,
+                       "beside --video, which is kept as it is")  # fmt: skip
     faults += [] if args.reference is not None else idle(["reference_attention"], given, "without --reference")
     faults += [] if args.two_stage else idle(["refine_lora"], given, "without --two-stage")
     faults += [] if device.type == "cuda" else idle(["cuda_graph"], given, f"on {device.type}: it is for GPUs")

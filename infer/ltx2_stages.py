@@ -16,6 +16,7 @@ from infer.folder import with_weights
 from infer.ltx2_folder import LTX2Pipeline
 from infer.ltx2_generate import (
     Clip,
+    Preview,
     Progress,
     Streams,
     Texts,
@@ -80,9 +81,11 @@ def all_steps(sampling: LTX2Sampling) -> int:
     return sampling.steps + distilled_schedule("two").steps
 
 
-def _later(progress: Progress, before: int, sampling: LTX2Sampling) -> Progress:
-    """Progress of a stage as that of both, with `before` steps done before it."""
-    return lambda done, total: progress(before + done, all_steps(sampling))
+def _stage(run: Run, progress: Progress | None, preview: Preview | None, before: int, sampling: LTX2Sampling) -> dict:
+    """How a stage runs after `before` steps: what it tells counts the steps of both."""
+    told = None if progress is None else lambda done, total: progress(before + done, all_steps(sampling))
+    shown = None if preview is None else lambda step, x0: preview(before + step, x0)
+    return {"run": run, "progress": told, "preview": shown}
 
 
 def half(sampling: LTX2Sampling) -> LTX2Sampling:
@@ -126,14 +129,16 @@ def enlarged(pipe: LTX2Pipeline, latents: Tensor) -> Tensor:
 @torch.no_grad()
 def refine(
     pipe: LTX2Pipeline, sampling: LTX2Sampling, latents: Streams, texts: Texts, seeds: Sequence[int], *,
-    given: Given = Given(), run: Run = Run(), progress: Progress | None = None,
+    given: Given = Given(), run: Run = Run(), progress: Progress | None = None, preview: Preview | None = None,
 ) -> Streams:  # fmt: skip
     """The second stage: latents noised to its first level, and denoised by distilled weights without guidance."""
     plain = dataclasses.replace(sampling, video=StreamGuidance(), audio=StreamGuidance())
     schedule, shapes = distilled_schedule("two"), shapes_of(pipe, sampling)
     noise = initial_noise(shapes, seeds, branch="refine")
     start = start_of(pipe, shapes, noise, given, sampling.fps, seeds, latents=latents)
-    out = sample_streams(pipe, plain, schedule, start, shapes, texts, None, given, run=run, progress=progress)
+    out = sample_streams(
+        pipe, plain, schedule, start, shapes, texts, None, given, run=run, progress=progress, preview=preview
+    )
     check_finite(pipe, out)
     return out
 
@@ -151,22 +156,22 @@ def generate_two_stage(
     refiner: LTX2Pipeline | None = None,
     run: Run = Run(),
     progress: Progress | None = None,
+    preview: Preview | None = None,
 ) -> list[Clip]:
     """One clip per seed, as `generate`, made at half the height and width first.
 
     Args:
         given, small: what is given, with latents of the size of the second and of the first stage.
         refiner: the pipeline of the second stage; None: `pipe`, whose weights must then be distilled.
-
-        progress: counts the steps of both stages.
+        progress, preview: as `generate`; they count the steps of both stages.
 
     Raises:
         UserError: as `generate`; sizes that have no half; models that are missing.
     """
     check_stages(pipe, sampling, refined=refiner is not None, given=list(given.streams))
-    first, second = (None if progress is None else _later(progress, n, sampling) for n in (0, sampling.steps))
-    latents = generate_latents(pipe, half(sampling), texts, negative, seeds, given=small, run=run, progress=first)
+    first, second = (_stage(run, progress, preview, before, sampling) for before in (0, sampling.steps))
+    latents = generate_latents(pipe, half(sampling), texts, negative, seeds, given=small, **first)
     latents["video"] = enlarged(pipe, latents["video"])
     last = pipe if refiner is None else refiner
-    made = refine(last, sampling, latents, texts, seeds, given=given, run=run, progress=second)
+    made = refine(last, sampling, latents, texts, seeds, given=given, **second)
     return decode(pipe, made, given, sampling.fps, sampling.num_frames)

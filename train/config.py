@@ -100,7 +100,7 @@ class Encode(Encoding):
     """Encoding on the fly: what `python -m train.preprocess` takes, by the same names."""
 
     model: str | None = Field(
-        None, description="Wan pipeline folder or hub id with the models; null: those named below."
+        None, description="Wan or LTX-2 pipeline folder or hub id with the models; null: those named below."
     )
     vae: str | None = Field(None, description="Folder of the VAE; null: the model's.")
     text_encoder: str | None = Field(None, description="Folder of the text encoder; null: the model's.")

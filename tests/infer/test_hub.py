@@ -1,13 +1,16 @@
 """Models by hub id, with a stub in place of the network."""
 
+import json
+
 import pytest
 from huggingface_hub import errors
+from ltx2_demo_cases import make_parts, written
 
 from core.errors import UserError
 from infer import __main__ as cli
 from infer import hub
 from infer.__main__ import main
-from infer.hub import KNOWN, Hub, resolve_model, wanted
+from infer.hub import KNOWN, WEIGHTS, Hub, resolve_index, resolve_model, wanted
 from infer.media import read_video
 
 WAN = "Wan-AI/Wan2.1-T2V-1.3B-Diffusers"
@@ -85,7 +88,7 @@ def test_an_id_downloads_what_is_needed_and_says_how_much(tmp_path, parts, size)
     assert calls == [("sizes", WAN), ("download", WAN, tuple(wanted(parts, True)), tmp_path)]
     assert ("tokenizer/*" in wanted(parts, True)) == ("text_encoder" in parts)
     assert resolve_model(WAN, parts, transformer=False, hub=the_hub, log=said.append) == tmp_path
-    assert said[1].startswith(f"{WAN}: {size - 3} GB") and "transformer/*" not in calls[-1][2]
+    assert said[1].startswith(f"{WAN}: {size - 3} GB") and WEIGHTS not in calls[-1][2]
 
 
 OFFLINE = [errors.OfflineModeIsEnabled("offline"), ConnectionError("refused"), TimeoutError(), OSError("proxy")]
@@ -93,9 +96,10 @@ OFFLINE = [errors.OfflineModeIsEnabled("offline"), ConnectionError("refused"), T
 
 @pytest.mark.parametrize("error", OFFLINE, ids=lambda e: type(e).__name__)
 def test_without_a_network_the_cache_serves(tmp_path, error):
-    for file in FILES:
+    folders = {file.split("/")[0] for file in FILES if "/" in file}
+    for file in (*FILES, "transformer/config.json"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text("")
+        (tmp_path / file).write_text(json.dumps({**dict.fromkeys(folders, ["of", "a class"]), "image_encoder": [None] * 2}))
     the_hub, calls = stub(sizes=error, cached=tmp_path)
     assert resolve_model(WAN, ["text_encoder", "image_encoder"], hub=the_hub) == tmp_path
     assert [c[0] for c in calls] == ["sizes", "local"]
@@ -103,6 +107,11 @@ def test_without_a_network_the_cache_serves(tmp_path, error):
     (tmp_path / "tokenizer" / "tokenizer.json").unlink()
     refused(WAN, the_hub, "it is not in the local cache")
     assert resolve_model(WAN, [], hub=the_hub) == tmp_path
+    # Nor does one that was fetched for its autoencoders sample.
+    (tmp_path / "transformer" / "diffusion_pytorch_model.safetensors").unlink()
+    assert resolve_model(WAN, [], hub=the_hub, transformer=False) == resolve_index(WAN, hub=the_hub) == tmp_path
+    with pytest.raises(UserError, match="it is not in the local cache"):
+        resolve_model(WAN, [], hub=the_hub)
 
 
 @pytest.mark.parametrize("error", OFFLINE, ids=lambda e: type(e).__name__)
@@ -117,18 +126,26 @@ def test_without_a_network_and_a_cache_the_error_says_what_to_download(error):
 def test_sizes_of_known_models_follow_from_our_own_configs():
     import math
 
-    from nn import wan, wan_vae
+    from nn import ltx2_config, ltx2_specs, ltx2_vae_config, wan, wan_vae
 
     def billions(specs):
         return sum(math.prod(s.shape) for s in specs.values()) / 1e9
 
-    presets = {"T2V-1.3B": "t2v-1.3b", "T2V-14B": "t2v-14b", "I2V-14B": "i2v-14b", "TI2V-5B": "ti2v-5b"}
-    assert len(KNOWN) == 5
+    def wan_of(name):
+        presets = {"T2V-1.3B": "t2v-1.3b", "T2V-14B": "t2v-14b", "I2V-14B": "i2v-14b", "TI2V-5B": "ti2v-5b"}
+        version, kind = "2.2" if "Wan2.2" in name else "2.1", next(v for k, v in presets.items() if f"-{k}" in name)
+        vae = wan_vae.param_specs(wan_vae.PRESETS[f"wan{version}-vae"])
+        return wan.param_specs(wan.PRESETS[f"wan{version}-{kind}"]), vae
+
+    def ltx2_of(name):
+        transformer, vae = ("ltx-2.3-22b", "ltx-2.3-vae") if "2.3" in name else ("ltx-2-19b", "ltx-2-vae")
+        vae = ltx2_vae_config.param_specs(ltx2_vae_config.PRESETS[vae])
+        return ltx2_specs.param_specs(ltx2_config.PRESETS[transformer]), vae
+
+    assert len(KNOWN) == 8
     for name, (transformer, vae, *_) in KNOWN.items():
-        version = "2.2" if "Wan2.2" in name else "2.1"
-        kind = next(v for k, v in presets.items() if f"-{k}" in name)
-        assert transformer == pytest.approx(billions(wan.param_specs(wan.PRESETS[f"wan{version}-{kind}"])), abs=0.01)
-        assert vae == pytest.approx(billions(wan_vae.param_specs(wan_vae.PRESETS[f"wan{version}-vae"])), abs=0.01)
+        specs = (ltx2_of if "LTX" in name else wan_of)(name)
+        assert (transformer, vae) == pytest.approx([billions(s) for s in specs], abs=0.01)
 
 
 def test_ids_that_the_hub_does_not_know_or_hand_out():
@@ -144,6 +161,8 @@ def test_a_repository_in_another_layout_points_to_the_right_one():
     original, calls = stub(sizes={"Wan2.1_VAE.pth": 5, "config.json": 5})
     refused("Wan-AI/Wan2.1-T2V-1.3B", original, "no model_index.json", f"did you mean '{WAN}'?")
     assert [c[0] for c in calls] == ["sizes"], "nothing is downloaded"
+    single, _ = stub(sizes={"ltx-2.3-22b-dev.safetensors": 46 * 10**9})
+    refused("Lightricks/LTX-2.3", single, "no model_index.json", "did you mean 'diffusers/LTX-2.3-Diffusers'?")
 
 
 def test_a_download_that_fails_says_so(tmp_path):
@@ -170,6 +189,33 @@ def test_the_command_line_takes_an_id(real, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(hub, "client", lambda: stub(sizes=ConnectionError())[0])
     assert main(argv) == 2 and list(tmp_path.iterdir()) == []
     assert "error: " + WAN in capsys.readouterr().err
+
+
+LTX2 = "Lightricks/LTX-2"
+SOUND = ("audio_vae/*", "vocoder/*")
+
+
+@pytest.mark.parametrize("flags, fetched", [
+    ([], ("tokenizer/*", "connectors/*", *SOUND)), (["--modality", "video"], ("tokenizer/*", "connectors/*")),
+    (["--save-embeds"], ("tokenizer/*", "connectors/*")),
+])  # fmt: skip
+def test_the_command_line_takes_an_id_of_ltx2(tmp_path, monkeypatch, flags, fetched):
+    """Its index says of what kind it is, before the parts that the flags need are fetched."""
+    the_hub, calls = stub(written(tmp_path / "pipeline", make_parts(tmp_path / "parts")))
+    monkeypatch.setattr(hub, "client", lambda: the_hub)
+    out = str(tmp_path / ("e.safetensors" if "--save-embeds" in flags else "a.mp4"))
+    argv = ["--model", LTX2, "--prompt", "a ball", "--device", "cpu", *flags]
+    assert main([*argv, *([out] if "--save-embeds" in flags else ["--output", out])]) == 0
+    assert [c[2] for c in calls if c[0] == "download"][0] == ("model_index.json",)
+    assert set(calls[-1][2]) == {*wanted([], True), "text_encoder/*", *fetched}
+
+
+def test_flags_of_another_kind_are_refused_before_a_model_is_fetched(tmp_path, monkeypatch, capsys):
+    the_hub, calls = stub(written(tmp_path / "pipeline", make_parts(tmp_path / "parts")))
+    monkeypatch.setattr(hub, "client", lambda: the_hub)
+    assert main(["--model", LTX2, "--prompt", "a ball", "--sampler", "unipc"]) == 2
+    assert "unipc is none of LTX-2's" in capsys.readouterr().err
+    assert [c[2] for c in calls if c[0] == "download"] == [("model_index.json",)]
 
 
 def test_the_real_client_without_a_network_is_an_error_of_ours(tmp_path, monkeypatch):

@@ -13,6 +13,7 @@ from wan_cases import tiny_config
 from core.errors import UserError
 from core.geometry import to_frames, to_video
 from infer import __main__ as cli
+from infer import previews
 from infer.__main__ import main
 from infer.autoencoders import decode_frames, load_vae
 from infer.conditions import encode_prompts, image_conditions, image_features, inputs_of, unconditional
@@ -275,7 +276,8 @@ def quick(monkeypatch):
         path.write_bytes(b"sheet")
         sheets.setdefault(path.name, []).append([(label, len(frames)) for label, frames in rows])
 
-    monkeypatch.setattr(cli, "contact_sheet", note)
+    for module in (cli, previews):
+        monkeypatch.setattr(module, "contact_sheet", note)
     return sheets
 
 

@@ -14,7 +14,7 @@ from real_cases import write_png
 from safetensors.torch import load_file
 
 from core.geometry import to_video
-from infer import ltx2_command
+from infer import ltx2_command, previews
 from infer.__main__ import main
 from infer.flags import parse, parser
 from infer.idle import LTX2_ONLY, WAN_ONLY
@@ -63,6 +63,20 @@ def media(tmp_path_factory):
     write_sound(root / "short.wav", Sound(wave[:, :4800], 24000))
     write_png(root / "first.png", frames[0])
     return root
+
+
+@pytest.fixture
+def shown(monkeypatch):
+    """Contact sheets as `(path, label, frames)` of what they show, without drawing."""
+    sheets = []
+
+    def note(rows, path):
+        path.write_bytes(b"sheet")
+        sheets.extend((path, *row) for row in rows)
+
+    for module in (ltx2_command, previews):
+        monkeypatch.setattr(module, "contact_sheet", note)
+    return sheets
 
 
 def command(folder, *flags):
@@ -235,6 +249,26 @@ def test_prompts_of_a_file_have_their_own_sizes_pictures_and_seeds(tmp_path, fol
     assert same(alone, frames["a-000-1.mp4"]) and not same(alone, frames["a-000-0.mp4"])
 
 
+@pytest.mark.parametrize("sampler", ["euler", "res_2s"])
+def test_previews_show_the_video_every_few_steps(tmp_path, pair, shown, sampler):
+    """The last step's estimate is the clip."""
+    flags = ["--preview-every", 2, "--steps", 4, "--sampler", sampler]
+    (frames,) = frames_of(pair.folder, *flags_of(pair, tmp_path, flags)).values()
+    assert [(path.name, label) for path, label, _ in shown[:-1]] == [
+        ("out.preview.png", "e.safetensors (step 2 of 4)"), ("out.preview.png", "e.safetensors (step 4 of 4)")
+    ]  # fmt: skip
+    early, last = (video for _, _, video in shown[:-1])
+    assert same(last, frames) and not same(early, frames)
+
+
+def test_previews_of_two_stages_count_on_and_grow(tmp_path, pair, shown):
+    flags = ["--preview-every", 4, "--distilled", "--two-stage", "--height", 64, "--width", 128, "--steps", 8]
+    frames_of(pair.folder, *flags_of(pair, tmp_path, flags))
+    assert [(label[-14:], video.shape[1:3]) for _, label, video in shown[:-1]] == [
+        ("(step 4 of 11)", (32, 64)), ("(step 8 of 11)", (32, 64))
+    ]  # fmt: skip
+
+
 # --- what is refused ------------------------------------------------------------------------------------------
 
 
@@ -279,6 +313,8 @@ REFUSED = {
     "sheet": (["--contact-sheet", "a.jpg"], ["--contact-sheet a.jpg: expected a name ending in .png"]),
     "sampler": (["--sampler", "unipc"], ["--sampler unipc is none of LTX-2's: euler, gradient_estimation, res_2s"]),
     "fps": (["--fps", "0"], ["fps is 0.0"]),
+    "late preview": (["--preview-every", "4"], ["--preview-every 4 would do nothing: no multiple is among steps 1 to 2"]),
+    "preview of nothing": (["--video", "clip.mp4", "--preview-every", "1"], ["--preview-every would do nothing beside"]),
     # What would do nothing.
     "of Wan": (["--flow-shift", "2", "--vae-strips", "2"], ["--flow-shift, --vae-strips would do nothing for this"]),
     "other stream": (["--modality", "video", "--audio-stg-scale", "1"], ["--audio-stg-scale would do nothing here"]),
@@ -346,11 +382,6 @@ def test_a_picture_of_a_prompt_needs_a_video_to_make(tmp_path, folder, media, ca
     assert why in (error := capsys.readouterr().err) and "data[0]: " in error
 
 
-def test_an_id_of_ltx2_is_told_before_a_download(capsys):
-    assert main(["--model", "Lightricks/LTX-2", "--prompt", "a"]) == 2
-    assert "Lightricks/LTX-2: no such folder; LTX-2 is not taken from the hub" in capsys.readouterr().err
-
-
 # --- texts ----------------------------------------------------------------------------------------------------
 
 VALUES = {
@@ -361,7 +392,7 @@ VALUES = {
     "cuda_graph": [], "vae_tile": ["4"], "image": ["a.png"], "video": ["a.mp4"], "output": ["a.mp4"], "steps": ["2"],
     "contact_sheet": ["a.png"], "samples_per_prompt": ["2"], "num_frames": ["5"], "height": ["16"], "width": ["16"],
     "fps": ["12"], "sampler": ["euler"], "guidance_rescale": ["0.5"], "two_pass_guidance": [], "seed": ["1"],
-    "vae_dtype": ["fp32"], "attention_backend": ["auto"], "guidance_scale": ["1"], "negative_prompt": ["dull"],
+    "preview_every": ["1"], "vae_dtype": ["fp32"], "attention_backend": ["auto"], "guidance_scale": ["1"], "negative_prompt": ["dull"],
 }  # fmt: skip
 ELSEWHERE = {"model", "prompt", "prompt_file", "prompt_embeds", "save_embeds", "device", "dtype", *WAN_ONLY}
 
