@@ -73,12 +73,15 @@ def features_of(args: argparse.Namespace, pipe: Pipeline, images: Mapping[Place,
     return embed_pictures(pipe, images)
 
 
-def read_starts(args: argparse.Namespace, samplings: Sequence[Sampling]) -> dict[Sampling, Tensor]:
-    """The first frames of `--video`, uint8 `[T, H, W, 3]`, for every size that is asked for; empty without it."""
+def read_starts(args: argparse.Namespace, samplings: Sequence[Sampling], stride: int) -> dict[Sampling, Tensor]:
+    """The first frames of `--video`, uint8 `[T, H, W, 3]`, for every size that is asked for; empty without it.
+
+    `stride`: frames per latent frame of the VAE.
+    """
     if args.video is None:
         return {}
     return {
-        s: read_video(args.video, num_frames=s.num_frames, size=(s.height, s.width)).frames
+        s: read_video(args.video, num_frames=s.num_frames, size=(s.height, s.width), stride=stride).frames
         for s in dict.fromkeys(samplings)
     }
 
@@ -95,7 +98,7 @@ def prepare(args: argparse.Namespace, pipe: Pipeline, prompts: Sequence[Prompt])
     check_idle(args, pipe, samplings[0].guidance_scale, samplings[0].steps)
     if args.video is not None:
         start_step(samplings[0].steps, args.strength)
-    clips = read_starts(args, samplings)
+    clips = read_starts(args, samplings, pipe.vae.temporal)
     texts = texts_of(args, pipe, prompts, samplings[0].guidance_scale != 1.0)
     features = features_of(args, pipe, images)
     videos = {s: pipe.vae.encode(to_video(frames)[None]) for s, frames in clips.items()}

@@ -197,7 +197,7 @@ def prepare(
     def read(i: int, prompt: Prompt) -> None:
         for size, seen in stages_of(args, samplings[i], info):
             if (prompt.image, size) not in files:
-                files[prompt.image, size] = read_files(args, prompt.image, size, seen, pipe.sound)
+                files[prompt.image, size] = read_files(args, prompt.image, size, seen, pipe)
                 check_files(pipe, files[prompt.image, size], size)
 
     _each(args, prompts, read)

@@ -7,6 +7,7 @@ import argparse
 import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -91,10 +92,10 @@ def check_files(pipe: LTX2Pipeline, files: Files, sampling: LTX2Sampling) -> Non
 # --- reading --------------------------------------------------------------------------------------------------
 
 
-def _pixels(path: Path, sampling: LTX2Sampling, *, count: int, scale: int = 1, fps: float | None = None) -> Tensor:
-    """Frames of a file as a video `[1, 3, T, H, W]` of the clip's size, `scale` times smaller."""
+def _pixels(path: Path, sampling: LTX2Sampling, *, count: int, scale: int = 1, **how: Any) -> Tensor:
+    """Frames of a file as a video `[1, 3, T, H, W]` of the clip's size, `scale` times smaller; see `read_video`."""
     size = (sampling.height // scale, sampling.width // scale)
-    return to_video(read_video(path, num_frames=count, size=size, fps=fps).frames)[None]
+    return to_video(read_video(path, num_frames=count, size=size, **how).frames)[None]
 
 
 def _shown(name: str, frame: int, strength: float) -> Condition:
@@ -104,22 +105,25 @@ def _shown(name: str, frame: int, strength: float) -> Condition:
     return Keyframe(name, strength=strength, frame=frame)
 
 
-def _reference(args: argparse.Namespace, sampling: LTX2Sampling, info: LoraInfo) -> tuple[Condition, Tensor]:
+def _reference(
+    args: argparse.Namespace, sampling: LTX2Sampling, info: LoraInfo, stride: int
+) -> tuple[Condition, Tensor]:
     """The reference with its pixels, at the clip's rate: frame 0, then every S-th from frame 1 on."""
     down, every = info.reference_downscale_factor, info.reference_temporal_scale_factor
     condition = Reference("reference", downscale=down, temporal=every, attention=args.reference_attention)
-    video = _pixels(Path(args.reference), sampling, count=sampling.num_frames, scale=down, fps=sampling.fps)
+    how = {"scale": down, "fps": sampling.fps, "stride": stride * every}
+    video = _pixels(Path(args.reference), sampling, count=sampling.num_frames, **how)
     return condition, torch.cat([video[:, :, :1], video[:, :, 1::every]], dim=2)
 
 
 def read_files(
-    args: argparse.Namespace, image: Path | None, sampling: LTX2Sampling, info: LoraInfo | None, vae: AudioVae | None
+    args: argparse.Namespace, image: Path | None, sampling: LTX2Sampling, info: LoraInfo | None, pipe: LTX2Pipeline
 ) -> Files:
     """The files of the flags, and a prompt's `image`, for one size.
 
     Args:
         info: of `reference_info`; None leaves the reference out.
-        vae: what will encode sound; None where the model has none.
+        pipe: with the autoencoders that will encode what is read.
 
     Raises:
         UserError: naming the file that is missing, cannot be decoded, or is too short.
@@ -130,13 +134,14 @@ def read_files(
     for i, (path, frame, strength) in enumerate(args.keyframe):
         conditions.append((_shown(f"keyframe {i}", frame, strength), _pixels(path, sampling, count=1)))
     if args.reference is not None and info is not None:
-        conditions.append(_reference(args, sampling, info))
+        conditions.append(_reference(args, sampling, info, pipe.vae.temporal))
     video, sound, original = None, None, None
     if args.video is not None:
         size = (sampling.height, sampling.width)
-        video = read_video(args.video, num_frames=sampling.num_frames, size=size, fps=sampling.fps).frames
+        how = {"size": size, "fps": sampling.fps, "stride": pipe.vae.temporal}
+        video = read_video(args.video, num_frames=sampling.num_frames, **how).frames
     if args.sound is not None:
-        sound = _heard(Path(args.sound), sampling, vae)
+        sound = _heard(Path(args.sound), sampling, pipe.sound)
         original = read_sound(args.sound, rate=ORIGINAL_RATE, seconds=sampling.seconds)
     return Files(conditions, video, sound, original)
 

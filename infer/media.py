@@ -122,12 +122,14 @@ def _to_rgb(frame: av.VideoFrame, size: tuple[int, int] | None) -> Tensor:
     return rgb.contiguous() if size is None else resize_cover(rgb[None], size)[0]
 
 
-def _too_short(path, asked: int, start: int, found: int, in_file: int, fps: Fraction | None) -> UserError:
+def _too_short(
+    path, asked: int, start: int, found: int, in_file: int, fps: Fraction | None, stride: int
+) -> UserError:
     has = counted(found, "frame")
     if fps is not None:
         has = f"{counted(in_file, 'frame')}, {found} after resampling to {float(fps):g} fps"
-    left = longest_valid(found - start)
-    advice = f"the longest valid count (4k+1) from there is {left}" if left > 0 else "no frame is left there"
+    left = longest_valid(found - start, stride)
+    advice = f"the longest valid count ({stride}k+1) from there is {left}" if left > 0 else "no frame is left there"
     return UserError(f"{path}: asked for {counted(asked, 'frame')} from frame {start}, the clip has {has}: {advice}")
 
 
@@ -192,6 +194,7 @@ def read_video(
     start: int = 0,
     fps: float | Fraction | None = None,
     size: tuple[int, int] | None = None,
+    stride: int = 4,
 ) -> Video:
     """Decodes a clip to uint8 `[T, H, W, 3]` RGB, frame by frame and without seeking, so exactly.
 
@@ -200,7 +203,8 @@ def read_video(
     crops the centre, see `resize_cover`. Frames are as they are shown: turned and mirrored as the file says.
 
     Raises UserError naming the file when it is missing, cannot be decoded, has no video stream, or is
-    shorter than asked (with the frames found before and after resampling and the longest valid count).
+    shorter than asked (with the frames found before and after resampling, and the longest count `stride * k + 1`
+    that a VAE of so many frames per latent frame can take).
     """
     path = Path(path)
     _check_request(path, num_frames, start, size)
@@ -216,7 +220,7 @@ def read_video(
                     frames.append(_to_rgb(frame, size))
             found += 1
         if len(frames) < (1 if num_frames is None else num_frames):
-            raise _too_short(path, num_frames if num_frames is not None else 1, start, found, counter[0], rate)
+            raise _too_short(path, num_frames if num_frames is not None else 1, start, found, counter[0], rate, stride)
         return Video(torch.stack(frames), _rate_of(path, stream, rate))
 
 

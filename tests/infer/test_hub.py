@@ -96,10 +96,10 @@ OFFLINE = [errors.OfflineModeIsEnabled("offline"), ConnectionError("refused"), T
 
 @pytest.mark.parametrize("error", OFFLINE, ids=lambda e: type(e).__name__)
 def test_without_a_network_the_cache_serves(tmp_path, error):
-    folders = {file.split("/")[0] for file in FILES if "/" in file}
+    named = {file.split("/")[0]: ["of", "a class"] for file in FILES if "/" in file}
     for file in (*FILES, "transformer/config.json"):
         (tmp_path / file).parent.mkdir(exist_ok=True)
-        (tmp_path / file).write_text(json.dumps({**dict.fromkeys(folders, ["of", "a class"]), "image_encoder": [None] * 2}))
+        (tmp_path / file).write_text(json.dumps({**named, "image_encoder": [None, None]}))
     the_hub, calls = stub(sizes=error, cached=tmp_path)
     assert resolve_model(WAN, ["text_encoder", "image_encoder"], hub=the_hub) == tmp_path
     assert [c[0] for c in calls] == ["sizes", "local"]

@@ -288,7 +288,9 @@ REFUSED = {
         ["more than one picture at frame 0: first.png@0, clip.mp4"],
     ),
     "no sound": (["--sound", "silent.mp4"], ["silent.mp4: no audio stream"]),
-    "short video": (["--video", "clip.mp4", "--num-frames", "41"], ["asked for 41 frames"]),
+    "short video": (
+        ["--video", "clip.mp4", "--num-frames", "41"], ["asked for 41 frames", "longest valid count (2k+1) from there is"],
+    ),
     "size": (["--height", "20", "--width", "34"], ["width is 34, expected a multiple of 4: nearest valid 32 or 36"]),
     "frames": (["--num-frames", "4"], ["num_frames is 4, expected 2k+1: nearest valid 3 or 5"]),
     "two-stage size": (["--two-stage", "--distilled", "--height", "36", "--steps", "8"], ["nearest valid 32 or 40"]),
@@ -313,8 +315,8 @@ REFUSED = {
     "sheet": (["--contact-sheet", "a.jpg"], ["--contact-sheet a.jpg: expected a name ending in .png"]),
     "sampler": (["--sampler", "unipc"], ["--sampler unipc is none of LTX-2's: euler, gradient_estimation, res_2s"]),
     "fps": (["--fps", "0"], ["fps is 0.0"]),
-    "late preview": (["--preview-every", "4"], ["--preview-every 4 would do nothing: no multiple is among steps 1 to 2"]),
-    "preview of nothing": (["--video", "clip.mp4", "--preview-every", "1"], ["--preview-every would do nothing beside"]),
+    "late preview": (["--preview-every", "4"], ["--preview-every 4 would do nothing: no multiple is among steps 1 to"]),
+    "no preview": (["--video", "clip.mp4", "--preview-every", "1"], ["--preview-every would do nothing beside"]),
     # What would do nothing.
     "of Wan": (["--flow-shift", "2", "--vae-strips", "2"], ["--flow-shift, --vae-strips would do nothing for this"]),
     "other stream": (["--modality", "video", "--audio-stg-scale", "1"], ["--audio-stg-scale would do nothing here"]),
@@ -392,7 +394,8 @@ VALUES = {
     "cuda_graph": [], "vae_tile": ["4"], "image": ["a.png"], "video": ["a.mp4"], "output": ["a.mp4"], "steps": ["2"],
     "contact_sheet": ["a.png"], "samples_per_prompt": ["2"], "num_frames": ["5"], "height": ["16"], "width": ["16"],
     "fps": ["12"], "sampler": ["euler"], "guidance_rescale": ["0.5"], "two_pass_guidance": [], "seed": ["1"],
-    "preview_every": ["1"], "vae_dtype": ["fp32"], "attention_backend": ["auto"], "guidance_scale": ["1"], "negative_prompt": ["dull"],
+    "vae_dtype": ["fp32"], "attention_backend": ["auto"], "guidance_scale": ["1"], "negative_prompt": ["dull"],
+    "preview_every": ["1"],
 }  # fmt: skip
 ELSEWHERE = {"model", "prompt", "prompt_file", "prompt_embeds", "save_embeds", "device", "dtype", *WAN_ONLY}
 
