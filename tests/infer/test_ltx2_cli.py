@@ -289,7 +289,8 @@ REFUSED = {
     ),
     "no sound": (["--sound", "silent.mp4"], ["silent.mp4: no audio stream"]),
     "short video": (
-        ["--video", "clip.mp4", "--num-frames", "41"], ["asked for 41 frames", "longest valid count (2k+1) from there is"],
+        ["--video", "clip.mp4", "--num-frames", "41"],
+        ["asked for 41 frames", "the longest valid count (2k+1) from there is 17"],
     ),
     "size": (["--height", "20", "--width", "34"], ["width is 34, expected a multiple of 4: nearest valid 32 or 36"]),
     "frames": (["--num-frames", "4"], ["num_frames is 4, expected 2k+1: nearest valid 3 or 5"]),
