@@ -1,12 +1,13 @@
 """The one file that reaches PyTorch APIs without a stability promise (torch 2.11 to 2.14)."""
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import json
 import math
 import os
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ from torch import Tensor
 from torch._library import triton as registered
 from torch._subclasses.functional_tensor import FunctionalTensor, FunctionalTensorMode
 from torch.autograd import forward_ad
+
+from core.errors import UserError
 
 
 def adamw_(
@@ -107,6 +110,25 @@ def cudnn_attention_backward(
         scale=scale,
     )  # fmt: skip
     return tuple(x.transpose(1, 2) for x in found)
+
+
+@contextlib.contextmanager
+def compiling(max_graphs: int, memory_budget: float | None) -> Iterator[None]:
+    """How functions of `torch.compile` that are called inside compile: see `core.scan.compiled`.
+
+    Raises UserError where a function would have more than `max_graphs` graphs.
+    """
+    with contextlib.ExitStack() as settings:
+        settings.enter_context(torch._dynamo.config.patch(recompile_limit=max_graphs))
+        if memory_budget is not None:
+            settings.enter_context(torch._functorch.config.patch(activation_memory_budget=memory_budget))
+        try:
+            yield
+        except torch._dynamo.exc.FailOnRecompileLimitHit:
+            raise UserError(
+                f"a compiled block has {max_graphs} graphs and would need one more: each combination of lengths and "
+                "batch sizes makes one. Train with fewer sizes or without compilation, or raise max_graphs"
+            ) from None
 
 
 def deterministic() -> None:

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch.utils.checkpoint import checkpoint, create_selective_checkpoint_contexts
 
+from core.compat import compiling
 from core.offload import Host
 from core.trees import Layer, flatten
 
@@ -153,33 +154,41 @@ def recompute(
 
 
 def compiled(
-    inner: Scan = scan, *, backend: Any = "inductor", memory_budget: float | None = None, **options: Any
+    inner: Scan = scan,
+    *,
+    backend: Any = "inductor",
+    memory_budget: float | None = None,
+    max_graphs: int = 64,
+    **options: Any,
 ) -> Scan:
     """A scan whose `block` is compiled once and reused by every layer of equal signature.
 
     Layers with equal keys, shapes, dtypes, requires_grad and grad mode share one graph; docs/compile.md
-    lists which graphs a run makes.
+    lists which graphs a run makes. Every shape has a graph of its own: tracing LTX-2's block with symbols for sizes
+    takes minutes.
 
     Args:
         inner: `scan`.
         backend: a `torch.compile` backend.
         memory_budget: fraction in (0, 1] of the activations that the compiled block's backward may keep;
             less means that the partitioner recomputes the cheapest operators first. None: its default.
-        options: further arguments of `torch.compile` (`mode`, `dynamic`, ...); `fullgraph` defaults to True.
+        max_graphs: how many graphs of a block a process may make.
+        options: further arguments of `torch.compile` (`mode`, ...); `fullgraph` defaults to True, `dynamic` to False.
 
     Raises:
-        ValueError: `inner` is already wrapped, or `memory_budget` is out of range.
+        ValueError: `inner` is already wrapped, `memory_budget` or `max_graphs` is out of range.
+        UserError: by a call that would make one graph too many.
     """
     _refuse("compiled", inner, allowed=())
     if memory_budget is not None and not 0 < memory_budget <= 1:
         raise ValueError(f"compiled: memory_budget must be in (0, 1], got {memory_budget}")
-    options = {"fullgraph": True, **options}
+    if max_graphs < 1:
+        raise ValueError(f"compiled: max_graphs must be at least 1, got {max_graphs}")
+    options = {"fullgraph": True, "dynamic": False, **options}
 
     def run(block, carry, layers, xs=None):
         fast = torch.compile(block, backend=backend, **options)
-        if memory_budget is None:
-            return inner(fast, carry, layers, xs)
-        with torch._functorch.config.patch(activation_memory_budget=memory_budget):
+        with compiling(max_graphs, memory_budget):
             return inner(fast, carry, layers, xs)
 
     return Wrapped("compiled", inner, run)

@@ -24,7 +24,8 @@ from core import compat
 from core.errors import UserError, exit_status
 
 GRACE_S = 8.0  # that a process has to end by itself after another one failed
-SETTLE_S = 1.5  # that a process waits for news of another's failure before it takes its own for the first
+NEWS_S = 5.0  # that a process waits for news of another's failure before it takes its own for the first
+SETTLE_S = 1.5  # that the first process lets others end before it
 ANSWER_S = 3.0  # that the others have to say where they are
 CONNECT_S, JOIN_S = 60.0, 600.0
 RECORDS = "collectives_rank_"
@@ -113,7 +114,7 @@ class Watch:
     def end(self, error: BaseException) -> None:
         """Ends the process for an exception: shows it if it is the first failure of all, and tells the others."""
         if not isinstance(error, UserError | KeyboardInterrupt):
-            self.failed.wait(SETTLE_S)  # a broken connection may be what another's end looks like from here
+            self.failed.wait(NEWS_S)  # a broken connection may be what another's end looks like from here
         own = Failure(self.rank, self.rank, status_of(error))
         failure = self.note(own)
         if failure == own:

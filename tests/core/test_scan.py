@@ -10,6 +10,7 @@ from torch._dynamo.testing import CompileCounterWithBackend
 from torch.utils.checkpoint import CheckpointPolicy
 
 import core.scan as scan_module
+from core.errors import UserError
 from core.offload import Host
 from core.scan import compiled, recompute, scan, wrappers
 from core.trees import Layered, layered, stack
@@ -225,6 +226,8 @@ def test_every_and_nth_must_be_positive(name, number):
 def test_memory_budget_range(budget):
     with pytest.raises(ValueError, match="memory_budget"):
         compiled(scan, memory_budget=budget)
+    with pytest.raises(ValueError, match="max_graphs must be at least 1"):
+        compiled(scan, max_graphs=0)
 
 
 def test_wrapper_names():
@@ -270,6 +273,9 @@ def graphs(case, layers):
             train(grads, x.clone().requires_grad_())
             with torch.no_grad():
                 run(simple_block, x, stack(grads, "blocks"))
+    elif case == "three lengths":
+        for length in (3, 4, 5, 4, 3):
+            train(grads, torch.randn(length, WIDTH, dtype=torch.float64).requires_grad_())
     elif case == "adapters on a subset":
         adapted = dict(leaves)
         for i in (1, 3):
@@ -285,5 +291,18 @@ def graphs(case, layers):
 def test_graphs_match_the_committed_table(layers):
     """Whatever the number of layers."""
     table = table_in_docs()
-    assert set(table) == {"train", "frozen embedding", "validation", "train and validation", "adapters on a subset"}
+    cases = {"train", "frozen embedding", "validation", "train and validation", "three lengths", "adapters on a subset"}
+    assert set(table) == cases
     assert {case: graphs(case, layers) for case in table} == table
+
+
+def test_one_graph_too_many_is_an_error_that_says_why():
+    """More than PyTorch's own limit of 8 are made before it."""
+    torch._dynamo.reset()
+    leaves, many = params(layers=1), compiled(scan, backend="eager", max_graphs=9)
+    run = lambda n: many(simple_block, torch.ones(n, WIDTH, dtype=torch.float64), stack(leaves, "blocks"))  # noqa: E731
+    for n in range(2, 11):
+        run(n)
+    with pytest.raises(UserError, match="9 graphs and would need one more: each combination of lengths and batch sizes"):
+        run(11)
+    run(2)  # those that are there serve on
