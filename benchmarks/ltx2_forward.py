@@ -19,8 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch  # noqa: E402
 
 from benchmarks import report  # noqa: E402
-from benchmarks.train_step import measure  # noqa: E402
-from benchmarks.wan_forward import AGAIN, COMPILED, EAGER, compare  # noqa: E402
+from benchmarks.variants import AGAIN, COMPILED, EAGER, compare_passes, measure_all  # noqa: E402
 from core import devices  # noqa: E402
 from core.capture import replayed  # noqa: E402
 from core.scan import compiled, scan  # noqa: E402
@@ -169,18 +168,15 @@ def main() -> None:
         makers[f"{label}, replayed"] = lambda run=run: ours(cfg, apply(params, bound), given, dtype, run, replay=True)
     makers[AGAIN] = makers[COMPILED]
     flops = block_flops(cfg, sizes.tokens(cfg), dict.fromkeys(names(cfg), sizes.text))
-    peak, results = devices.peak_flops(device), {}
-    for name, make in makers.items():
-        if args.only and name not in args.only:
-            continue
-        torch._dynamo.reset()
-        results[name] = got = measure(make, device, args.warmup, args.steps)
-        if got is not None:
-            print(f"{name}: {1e3 * got.seconds:.1f} ms, {flops / got.seconds / 1e12:.0f} TFLOP/s, "
-                  f"{got.peak_gib:.2f} GiB, mean square {got.losses[-1]:.6f}", flush=True)  # fmt: skip
+    peak = devices.peak_flops(device)
+    results = measure_all(
+        makers, device, args.warmup, args.steps, only=args.only,
+        told=lambda m: f"{1e3 * m.seconds:.1f} ms, {flops / m.seconds / 1e12:.0f} TFLOP/s, {m.peak_gib:.2f} GiB, "
+        f"mean square {m.losses[-1]:.6f}",
+    )  # fmt: skip
     tokens = " + ".join(f"{n} {name}" for name, n in sizes.tokens(cfg).items())
     shape = f"{args.preset} x{cfg.num_layers} layers, {tokens} + {sizes.text} text tokens, {dtype}"
-    rows = compare(results, shape, None if peak is None else flops / peak)
+    rows = compare_passes(results, shape, None if peak is None else flops / peak)
     report.show(rows)
     if not args.no_save:
         report.save(__file__, rows, report.device_name(device))

@@ -6,9 +6,10 @@
 
 Forward, backward and fused AdamW on FP32 masters with BF16 compute: 81 frames of 480 x 832 (4,290 video tokens, 84 of
 audio), 1,024 text tokens. Packed projections. Without recomputation, with full recomputation, and with a part of the
-activations (the compiler's memory budget). The peer has its blocks compiled, bf16 autocast and fused AdamW, and is
-measured before and after ours; its faster time counts. MFU is by `nn.ltx2_flops.model_flops` of the video stream alone
-(blocks only, backward twice the forward), as published figures are, at 989 TFLOP/s.
+activations (the compiler's memory budget; uncompiled the recipes' `save_attention` and `save_matmuls`). The peer has
+its blocks compiled, bf16 autocast and fused AdamW, and is measured before and after ours; its faster time counts. MFU
+is by `nn.ltx2_flops.model_flops` of the video stream alone (blocks only, backward twice the forward), as published
+figures are, at 989 TFLOP/s.
 """
 
 import dataclasses
@@ -21,7 +22,8 @@ import torch  # noqa: E402
 
 from benchmarks import report  # noqa: E402
 from benchmarks.ltx2_forward import Sizes, config, parser, peer_inputs, peer_model, streams, weights  # noqa: E402
-from benchmarks.train_step import LR, PEER, PEER_AGAIN, compare, measure  # noqa: E402
+from benchmarks.train_step import LR  # noqa: E402
+from benchmarks.variants import AGAIN, COMPILED, compare_steps, measure_all  # noqa: E402
 from core import devices  # noqa: E402
 from core.scan import compiled, recompute, scan  # noqa: E402
 from core.transforms import apply  # noqa: E402
@@ -31,6 +33,7 @@ from nn.ltx2_inputs import model_inputs  # noqa: E402
 from nn.ltx2_specs import pack_projections, param_specs  # noqa: E402
 from nn.run import Run  # noqa: E402
 from train import optim  # noqa: E402
+from train.recompute import KINDS, policy_of  # noqa: E402
 
 
 def targets(given) -> dict:
@@ -78,9 +81,11 @@ def peer_step(cfg, params, given, sizes, compute):
 
 
 def variants(budgets) -> dict[str, Run]:
-    """Name -> how our layers run."""
+    """Name -> how our layers run. What a part of the activations is, is the compiler's choice or a policy by names."""
     out = {"compiled": Run(scan=compiled(scan)), "compiled, recompute": Run(scan=recompute(compiled(scan)))}
-    return out | {f"compiled, memory budget {b:g}": Run(scan=compiled(scan, memory_budget=b)) for b in budgets}
+    out |= {f"compiled, memory budget {b:g}": Run(scan=compiled(scan, memory_budget=b)) for b in budgets}
+    selective = {kind: Run(scan=recompute(scan, policy=policy_of(kind))) for kind in KINDS}
+    return {**out, "eager": Run(), **{f"eager, {kind}": run for kind, run in selective.items()}}
 
 
 def makers(cfg, args, sizes) -> dict:
@@ -93,25 +98,23 @@ def makers(cfg, args, sizes) -> dict:
         name: lambda run=run: our_step(cfg, apply(fresh(), bound), run, given, compute)
         for name, run in variants(args.budgets).items()
     }
-    found = ours if args.modality == "video" else {PEER: peer, **ours, PEER_AGAIN: peer}
-    return {name: make for name, make in found.items() if not args.only or name in args.only}
+    return ours if args.modality == "video" else {COMPILED: peer, **ours, AGAIN: peer}
 
 
 def measure_batch(cfg, args, sizes) -> list[dict]:
     """Measures every variant at one batch; rows of the results."""
     tokens, video = sizes.tokens(cfg)["video"], dataclasses.replace(cfg, modality="video")
     flops = sizes.batch * model_flops(video, {"video": tokens}, {"video": sizes.text})
-    peak, results = devices.peak_flops(args.device), {}
+    peak = devices.peak_flops(args.device)
     floor = None if peak is None else flops / peak
-    for name, make in makers(cfg, args, sizes).items():
-        torch._dynamo.reset()
-        results[name] = got = measure(make, args.device, args.warmup, args.steps)
-        if got is not None:
-            mfu = "" if floor is None else f", {floor / got.seconds:.1%} MFU"
-            print(f"B{sizes.batch} {name}: {1e3 * got.seconds:.1f} ms/step{mfu}, {got.peak_gib:.1f} GiB, "
-                  f"loss {got.losses[0]:.4f} -> {got.losses[1]:.4f}", flush=True)  # fmt: skip
+    mfu = lambda m: "" if floor is None else f", {floor / m.seconds:.1%} MFU"  # noqa: E731
+    results = measure_all(
+        makers(cfg, args, sizes), args.device, args.warmup, args.steps, only=args.only,
+        told=lambda m: f"B{sizes.batch}: {1e3 * m.seconds:.1f} ms/step{mfu(m)}, {m.peak_gib:.1f} GiB, "
+        f"loss {m.losses[0]:.4f} -> {m.losses[1]:.4f}",
+    )  # fmt: skip
     shape = f"{args.preset} {args.modality} x{cfg.num_layers} layers, batch {sizes.batch}, {tokens} video tokens each"
-    return compare(results, shape, sizes.batch * tokens, floor)
+    return compare_steps(results, shape, sizes.batch * tokens, floor)
 
 
 def main() -> None:

@@ -11,11 +11,7 @@ ceiling is the model's arithmetic at 989 TFLOP/s (dense BF16 of an H100 or H200)
 
 import argparse
 import dataclasses
-import gc
-import statistics
 import sys
-import time
-import traceback
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).parents[1]))
@@ -23,6 +19,7 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch  # noqa: E402
 
 from benchmarks import report  # noqa: E402
+from benchmarks.variants import AGAIN, COMPILED, compare_steps, measure_all  # noqa: E402
 from core import devices, keys, specs  # noqa: E402
 from core.scan import compiled, recompute, scan  # noqa: E402
 from kernels import Attention  # noqa: E402
@@ -34,7 +31,6 @@ from train import optim  # noqa: E402
 from train.flops import train_flops  # noqa: E402
 
 LR = 1e-5
-PEER, PEER_AGAIN = "diffusers, blocks compiled", "diffusers, blocks compiled, again"
 
 
 def batch(cfg, grid, text_len, device):
@@ -101,39 +97,6 @@ def peer_step(cfg, params, data, compute):
     return step
 
 
-@dataclasses.dataclass(frozen=True)
-class Measured:
-    """Median step time in seconds, peak memory in GiB, and the losses of the first and last step."""
-
-    seconds: float
-    peak_gib: float
-    losses: tuple[float, float]
-
-
-def measure(make, device, warmup: int, steps: int) -> Measured | None:
-    """Runs a step closure; None (with the error on stderr) when it does not fit."""
-    gc.collect()
-    devices.empty_cache(device)
-    devices.reset_peak_memory(device)
-    try:
-        step = make()
-        losses = [step() for _ in range(warmup)]
-        devices.synchronize(device)
-        times = []
-        for _ in range(steps):
-            start = time.perf_counter()
-            losses.append(step())
-            devices.synchronize(device)
-            times.append(time.perf_counter() - start)
-        peak = devices.memory_stats(device)["peak_bytes"] / 2**30
-        return Measured(statistics.median(times), peak, (float(losses[0]), float(losses[-1])))
-    except torch.OutOfMemoryError as error:
-        print(f"  out of memory: {str(error)[:160]}", file=sys.stderr)
-    except Exception:
-        traceback.print_exc(limit=3)
-    return None
-
-
 def ours_variants(budget: float) -> dict[str, Run]:
     """Name -> how our layers run."""
     return {
@@ -169,56 +132,23 @@ def main() -> None:
     flops = train_flops(cfg, tokens, args.text_len)
     peak = devices.peak_flops(device)
     floor = None if peak is None else flops / peak
+    mfu = lambda m: "" if floor is None else f", {floor / m.seconds:.1%} MFU"  # noqa: E731
 
-    results = {}
     peer = lambda: peer_step(cfg, fresh(), data, compute)  # noqa: E731
-    makers = {PEER: peer}
+    makers = {COMPILED: peer}
     for name, run in ours_variants(args.budget).items():
         run = dataclasses.replace(run, attention=Attention(args.attention))
         makers[name] = lambda run=run: our_step(cfg, fresh(), run, data, compute)
-    makers[PEER_AGAIN] = peer
-    for name, make in makers.items():
-        if args.only and name not in args.only:
-            continue
-        torch._dynamo.reset()
-        results[name] = got = measure(make, device, args.warmup, args.steps)
-        if got is not None:
-            mfu = "" if floor is None else f", {floor / got.seconds:.1%} MFU"
-            print(
-                f"{name}: {got.seconds:.4f} s/step, {tokens / got.seconds:,.0f} tokens/s{mfu}, "
-                f"{got.peak_gib:.1f} GiB, loss {got.losses[0]:.4f} -> {got.losses[1]:.4f}",
-                flush=True,
-            )
-    rows = compare(results, f"{args.preset} x{cfg.num_layers} layers, {tokens} tokens", tokens, floor)
+    makers[AGAIN] = peer
+    results = measure_all(
+        makers, device, args.warmup, args.steps, only=args.only,
+        told=lambda m: f"{m.seconds:.4f} s/step, {tokens / m.seconds:,.0f} tokens/s{mfu(m)}, {m.peak_gib:.1f} GiB, "
+        f"loss {m.losses[0]:.4f} -> {m.losses[1]:.4f}",
+    )  # fmt: skip
+    rows = compare_steps(results, f"{args.preset} x{cfg.num_layers} layers, {tokens} tokens", tokens, floor)
     report.show(rows)
     if not args.no_save:
         report.save(__file__, rows, report.device_name(device))
-
-
-def compare(results: dict, shape: str, tokens: int, floor: float | None) -> list[dict]:
-    """Rows of step time, tokens/s, MFU and peak memory of each of our variants against the peer."""
-    peers = [m for m in (results.get(PEER), results.get(PEER_AGAIN)) if m is not None]
-    peer = min(peers, key=lambda m: m.seconds) if peers else None
-    rows = []
-    for name, got in results.items():
-        if name in (PEER, PEER_AGAIN) or got is None:
-            continue
-        value = lambda f: None if peer is None else f(peer)  # noqa: E731
-        figures = [
-            ("step time", "s", lambda m: m.seconds, True, floor),
-            ("tokens per second", "1/s", lambda m: tokens / m.seconds, False, floor and tokens / floor),
-            ("peak memory", "GiB", lambda m: m.peak_gib, True, None),
-        ]
-        if floor is not None:
-            figures.insert(2, ("MFU", "%", lambda m: 100 * floor / m.seconds, False, 100.0))
-        for op, unit, f, smaller, ceiling in figures:
-            rows.append(
-                report.row(
-                    f"{op}, {name}", shape, f(got), unit, PEER, value(f),
-                    smaller_is_better=smaller, ceiling=ceiling,
-                )
-            )  # fmt: skip
-    return rows
 
 
 if __name__ == "__main__":

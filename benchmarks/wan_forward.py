@@ -18,7 +18,8 @@ sys.path.insert(0, str(Path(__file__).parents[1]))
 import torch  # noqa: E402
 
 from benchmarks import report  # noqa: E402
-from benchmarks.train_step import batch, measure, peer_model  # noqa: E402
+from benchmarks.train_step import batch, peer_model  # noqa: E402
+from benchmarks.variants import AGAIN, COMPILED, EAGER, compare_passes, measure_all  # noqa: E402
 from core import devices, keys, specs  # noqa: E402
 from core.rules import cast  # noqa: E402
 from core.scan import compiled, scan  # noqa: E402
@@ -28,8 +29,6 @@ from nn import wan  # noqa: E402
 from nn.run import Run  # noqa: E402
 from nn.wan_inputs import model_inputs, noised, timestep_of  # noqa: E402
 from train.flops import forward_flops  # noqa: E402
-
-EAGER, COMPILED, AGAIN = "diffusers", "diffusers, blocks compiled", "diffusers, blocks compiled, again"
 
 
 def weights(cfg: wan.WanConfig, device: torch.device, dtype: torch.dtype):
@@ -85,38 +84,16 @@ def main() -> None:
         run = Run(attention=Attention(name), scan=compiled(scan))
         makers[f"ours, compiled, attention {name}"] = lambda run=run: ours(cfg, params, run, data, dtype)
     makers[AGAIN] = makers.pop(AGAIN)  # last
-    results = {}
-    for name, make in makers.items():
-        torch._dynamo.reset()
-        results[name] = got = measure(make, device, args.warmup, args.steps)
-        if got is not None:
-            print(f"{name}: {got.seconds:.4f} s, {flops / got.seconds / 1e12:.0f} TFLOP/s, {got.peak_gib:.2f} GiB, "
-                  f"mean square {got.losses[-1]:.6f}", flush=True)  # fmt: skip
+    results = measure_all(
+        makers, device, args.warmup, args.steps, only=None,
+        told=lambda m: f"{m.seconds:.4f} s, {flops / m.seconds / 1e12:.0f} TFLOP/s, {m.peak_gib:.2f} GiB, "
+        f"mean square {m.losses[-1]:.6f}",
+    )  # fmt: skip
     shape = f"{args.preset} x{cfg.num_layers} layers, {tokens} tokens, {dtype}"
-    rows = compare(results, shape, None if peak is None else flops / peak)
+    rows = compare_passes(results, shape, None if peak is None else flops / peak)
     report.show(rows)
     if not args.no_save:
         report.save(__file__, rows, report.device_name(device))
-
-
-def compare(results: dict, shape: str, floor: float | None) -> list[dict]:
-    """Time and peak memory of each of our variants against the faster compiled peer, and the eager ones."""
-    fastest = min((m for m in (results.get(COMPILED), results.get(AGAIN)) if m is not None), key=lambda m: m.seconds,
-                  default=None)  # fmt: skip
-    rows = []
-    for name, got in results.items():
-        if not name.startswith("ours") or got is None:
-            continue
-        eager = name == "ours"
-        peer = results.get(EAGER) if eager else fastest
-        figures = (("time", "s", "seconds", floor), ("peak memory", "GiB", "peak_gib", None))
-        for op, unit, field, ceiling in figures:
-            value = None if peer is None else getattr(peer, field)
-            rows.append(
-                report.row(f"forward {op}, {name}", shape, getattr(got, field), unit, EAGER if eager else COMPILED,
-                           value, smaller_is_better=True, ceiling=ceiling)
-            )  # fmt: skip
-    return rows
 
 
 if __name__ == "__main__":
