@@ -118,6 +118,13 @@ def atomic_file(path: str | Path) -> Iterator[Path]:
         part.unlink(missing_ok=True)
 
 
+def check_unused(path: str | Path) -> None:
+    """Raises UserError for a path where something is, but an empty folder."""
+    path = Path(path)
+    if path.exists() and not (path.is_dir() and not any(path.iterdir())):
+        raise UserError(f"{path}: exists already; give a new or an empty folder")
+
+
 @contextlib.contextmanager
 def atomic_folder(path: str | Path) -> Iterator[Path]:
     """Yields a temporary folder beside `path`; on a clean exit it becomes `path`, else it is removed.

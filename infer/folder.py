@@ -12,6 +12,7 @@ freed after it.
 """
 
 import dataclasses
+import shutil
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
@@ -354,4 +355,4 @@ def copy_files(source: Path, target: Path) -> None:
     target.mkdir(parents=True)
     for file in sorted(source.iterdir()):
         if file.is_file():
-            (target / file.name).write_bytes(file.read_bytes())
+            shutil.copyfile(file, target / file.name)

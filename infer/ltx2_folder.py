@@ -226,6 +226,20 @@ def _entry(folder: Path) -> list[str]:
     return ["transformers", read_mapping(folder / "tokenizer_config.json").get("tokenizer_class")]
 
 
+def write_index(folder: Path, cfg: LTX2Config, sampling: Mapping[str, Any] | None = None) -> None:
+    """`model_index.json` of the models that are in a folder, with how they are sampled where that is noted."""
+    index: dict[str, Any] = {"_class_name": PIPELINES[cfg.modality]}
+    index["transformer"] = ["diffusers" if cfg.crossed else "latentree", class_name(cfg)]
+    index["scheduler"] = ["diffusers", SCHEDULER]
+    index |= {name: _entry(folder / name) for name in PARTS if (folder / name).is_dir()}
+    write_json(folder / INDEX, index if sampling is None else {**index, "_sampling": sampling})
+
+
+def write_scheduler(folder: Path, distilled: bool) -> None:
+    """`scheduler/scheduler_config.json` of a pipeline's folder."""
+    write_json(folder / "scheduler" / "scheduler_config.json", scheduler_config(distilled))
+
+
 def save_ltx2(
     folder: str | Path,
     params: Mapping[str, Tensor | LazyLeaf],
@@ -253,12 +267,7 @@ def save_ltx2(
         metadata = describe(class_name(cfg), to_json(cfg), transforms)
         save_checkpoint(part / "transformer", params, metadata=metadata)
         write_json(part / "transformer" / "config.json", to_json(cfg))
-        write_json(part / "scheduler" / "scheduler_config.json", scheduler_config(defaults.distilled))
-        index: dict[str, Any] = {"_class_name": PIPELINES[cfg.modality]}
-        index["transformer"] = ["diffusers" if cfg.crossed else "latentree", class_name(cfg)]
-        index["scheduler"] = ["diffusers", SCHEDULER]
+        write_scheduler(part, defaults.distilled)
         for name, source in wanted.items():
             copy_files(source, part / name)
-            index[name] = _entry(source)
-        index["_sampling"] = {k: v for k, v in dataclasses.asdict(defaults).items() if v is not None}
-        write_json(part / INDEX, index)
+        write_index(part, cfg, {k: v for k, v in dataclasses.asdict(defaults).items() if v is not None})

@@ -11,13 +11,13 @@ import dataclasses
 import json
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
 from core.checkpoint import LazyLeaf, LazyTree, open_checkpoint
 from core.errors import UserError, raise_faults
-from core.files import atomic_folder, read_json
+from core.files import atomic_folder, check_unused, read_json
 from core.save import check_metadata
 from core.specs import Specs, check
 from nn import ltx2_upsampler
@@ -154,44 +154,64 @@ def header_config(tree: LazyTree, source: str) -> LTX2Config:
 
 
 UPSAMPLER = "latent_upsampler"
-# A model to write: its folder, leaves, the specs that they fit, and its `config.json`.
-Written = tuple[str, LazyTree, Specs, dict[str, Any]]
 
 
-def _upsampler(path: str | Path, config: Any | None) -> Written:
+class SingleModel(NamedTuple):
+    """A model of a single file, checked and not read: its config, leaves, the specs that they fit, `config.json`."""
+
+    cfg: Any
+    leaves: LazyTree
+    specs: Specs
+    json: dict[str, Any]
+
+    def save(self, folder: Path) -> None:
+        """Writes the model's folder in Diffusers' form, a leaf at a time, in its dtype: memory holds two at most."""
+        save_model(folder, self.leaves, self.specs, self.json)
+
+
+def _upsampler(path: str | Path, config: Any | None) -> SingleModel:
     """The model of an upsampler's file, checked."""
     leaves, cfg = open_upsampler_file(path, config=config)
-    return UPSAMPLER, leaves, ltx2_upsampler.param_specs(cfg), ltx2_upsampler.to_json(cfg)
+    return SingleModel(cfg, leaves, ltx2_upsampler.param_specs(cfg), ltx2_upsampler.to_json(cfg))
 
 
-def _model(tree: LazyTree, name: str, config: Any | None, source: str) -> Written:
+def _model(tree: LazyTree, name: str, config: Any | None, source: str) -> SingleModel:
     """One model of a single file, checked."""
     if name == "transformer":
         leaves, cfg = _transformer_of(tree, None, config, source)
-        return name, leaves, param_specs(cfg), to_json(cfg)
+        return SingleModel(cfg, leaves, param_specs(cfg), to_json(cfg))
     leaves, cfg = part_of(tree, name, source, config=config)
-    return name, leaves, PARTS[name].param_specs(cfg), PARTS[name].to_json(cfg)
+    return SingleModel(cfg, leaves, PARTS[name].param_specs(cfg), PARTS[name].to_json(cfg))
 
 
-def _models(
-    tree: LazyTree, configs: Mapping[str, Any], source: str, upsampler: str | Path | None
-) -> list[Written]:  # fmt: skip
-    """Every model of a single file, and an upsampler's. Raises UserError with the faults of all, and for keys that are
-    no model's.
+def open_single_models(
+    path: str | Path, *, upsampler: str | Path | None = None, configs: Mapping[str, Any] | None = None
+) -> dict[str, SingleModel]:
+    """Every model of an official single file by its folder in Diffusers' form (transformer, vae, audio_vae, vocoder,
+    connectors), and that of an `upsampler` file as `latent_upsampler`.
+
+    Args:
+        configs: by folder, for models that the header says nothing (or too much) about.
+
+    Raises:
+        UserError: all faults of all models, and keys that belong to none.
     """
+    tree, source, configs = open_checkpoint(path), str(path), {} if configs is None else configs
+    known = ("transformer", *PARTS, *(() if upsampler is None else (UPSAMPLER,)))
+    raise_faults("configs", [f"{k} is no model, must be one of {', '.join(known)}" for k in configs if k not in known])
     owned = {name: keys_of_part(name, tree) for name in PARTS}
     if any(key.startswith(f"{prefix}transformer_blocks.") for key in tree for prefix in PREFIXES):
         prefix = official_prefix(tree)
         owned = {"transformer": {key for key in tree if key.startswith(prefix)}, **owned}
-    known, out = set().union(*owned.values()), []
-    faults = [f"{key} belongs to no model that can be converted" for key in tree if key not in known]
-    found = [lambda name=name: _model(tree, name, configs.get(name), source) for name, keys in owned.items() if keys]
+    mine, out = set().union(*owned.values()), {}
+    faults = [f"{key} belongs to no model that can be converted" for key in tree if key not in mine]
+    found = {n: lambda n=n: _model(tree, n, configs.get(n), source) for n, keys in owned.items() if keys}
     if not found:
         faults.append(f"holds none of {', '.join(('transformer', *PARTS))}")
-    found += [] if upsampler is None else [lambda: _upsampler(upsampler, configs.get(UPSAMPLER))]
-    for opened in found:
+    found |= {} if upsampler is None else {UPSAMPLER: lambda: _upsampler(upsampler, configs.get(UPSAMPLER))}
+    for name, opened in found.items():
         try:
-            out.append(opened())
+            out[name] = opened()
         except UserError as error:
             faults.append(str(error))
     raise_faults(f"{source}: cannot be split", faults)
@@ -207,30 +227,24 @@ def split_single_file(
 ) -> tuple[str, ...]:
     """Converts an official single file to folders in Diffusers' form: transformer, vae, audio_vae, vocoder, connectors.
 
-    A leaf is read and written at a time, in its dtype: memory holds two at most. `output_folder` appears at
-    once with all that the file holds; its text encoder, tokenizer and scheduler come from elsewhere.
+    `output_folder` appears at once with all that the file holds; `infer.convert` makes a whole pipeline of it.
 
     Args:
         output_folder: new, or an empty folder.
-        upsampler: file of a latent upsampler, which becomes the folder `latent_upsampler`.
-        configs: by folder, for models that the header says nothing (or too much) about.
+        upsampler, configs: see `open_single_models`.
 
     Returns:
         The folders written.
 
     Raises:
-        UserError: all faults of all models, keys that belong to none, a folder in use; before anything is written.
+        UserError: as `open_single_models`, and for a folder in use; before anything is written.
     """
-    target, configs = Path(output_folder), {} if configs is None else configs
-    known = ("transformer", *PARTS, *(() if upsampler is None else (UPSAMPLER,)))
-    raise_faults("configs", [f"{k} is no model, must be one of {', '.join(known)}" for k in configs if k not in known])
-    if target.exists() and not (target.is_dir() and not any(target.iterdir())):
-        raise UserError(f"{target}: exists already; give a new or an empty folder")
-    models = _models(open_checkpoint(path), configs, str(path), upsampler)
-    with atomic_folder(target) as part:
-        for name, leaves, wanted, config in models:
-            save_model(part / name, leaves, wanted, config)
-    return tuple(name for name, *_ in models)
+    check_unused(output_folder)
+    models = open_single_models(path, upsampler=upsampler, configs=configs)
+    with atomic_folder(output_folder) as part:
+        for name, model in models.items():
+            model.save(part / name)
+    return tuple(models)
 
 
 def merge_base(own: Mapping[str, Tensor | LazyLeaf], base: LazyTree, cfg: LTX2Config) -> dict[str, Tensor | LazyLeaf]:
