@@ -9,6 +9,7 @@ from einops import rearrange
 from torch import Tensor
 
 from core import compat, specs
+from core.errors import UserError
 from core.specs import ParamSpec, Specs
 from kernels import dequantise, fake_quant_fp8, norm_rope, qk_norm_rope
 from kernels.norm.reference import Pairs
@@ -67,11 +68,18 @@ def projections(p: Mapping[str, Tensor], name: str, parts: Sequence[str], x: Ten
 
     Returns:
         One `[..., out]` per part.
+
+    Raises:
+        UserError: adapters of the layout that the weights do not have: they would change nothing.
     """
-    packed = f"{name}.to_{''.join(part.removeprefix('to_') for part in parts)}"
-    if f"{packed}.weight" in p:
+    packed, split = f"{name}.to_{''.join(part.removeprefix('to_') for part in parts)}", [f"{name}.{n}" for n in parts]
+    joined = f"{packed}.weight" in p
+    if idle := [f"{layer}.lora_A" for layer in (split if joined else [packed]) if f"{layer}.lora_A" in p]:
+        there = packed if joined else ", ".join(split)
+        raise UserError(f"{', '.join(idle)}: no such layer here, but {there}: adapt the weights as they are laid out")
+    if joined:
         return linear(p, packed, x).chunk(len(parts), dim=-1)
-    return tuple(linear(p, f"{name}.{part}", x) for part in parts)
+    return tuple(linear(p, layer, x) for layer in split)
 
 
 def linear_specs(

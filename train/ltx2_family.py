@@ -37,7 +37,7 @@ ROW_TYPES = {"t2v": ("video",), "t2va": ("video", "audio"), "t2a": ("audio",)}
 """The streams that rows have."""
 
 UNREAD = ("keyframes_abs_pos_embedding",)
-"""Leaves that only conditions read (LTX-2.5's mark of keyframes): without one they have no gradient."""
+"""Leaves that are read where a caller marks tokens as keyframes alone (LTX-2.5): training marks none, no gradient."""
 
 
 def names_of(cfg: LTX2Config) -> tuple[str, ...]:

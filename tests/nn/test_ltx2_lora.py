@@ -14,9 +14,20 @@ from core.errors import UserError
 from core.specs import specs_of
 from core.transforms import apply, invert
 from nn import ltx2
+from nn.ltx2_config import PRESETS
 from nn.ltx2_inputs import model_inputs
-from nn.ltx2_lora import FORMS, LoraInfo, from_lora, linear_layers, open_lora, save_lora, version_of
+from nn.ltx2_lora import (
+    FORMS,
+    LoraInfo,
+    from_lora,
+    linear_layers,
+    open_lora,
+    packed_layers,
+    save_lora,
+    version_of,
+)
 from nn.ltx2_names import official_name
+from nn.ltx2_specs import pack_projections
 
 LAYERS = ("transformer_blocks.0.attn1.to_q", "transformer_blocks.1.audio_attn2.to_out.0", "proj_in",
           "transformer_blocks.0.audio_to_video_attn.to_k", "transformer_blocks.1.ff.net.0.proj")  # fmt: skip
@@ -68,6 +79,30 @@ def test_comfyui_keys_are_the_public_ones(tmp_path):
     assert len(found) == 2 * len(LAYERS)
     theirs = _convert_non_diffusers_ltx2_lora_to_diffusers(found)
     assert set(theirs) == {f"transformer.{name}.lora_{part}.weight" for name in LAYERS for part in "AB"}
+
+
+# Layers of public files without prefix: those of a block, and those around the blocks, whose AdaLNs have three each.
+ATTENTIONS = "attn1 attn2 audio_attn1 audio_attn2 audio_to_video_attn video_to_audio_attn".split()
+OLD = "to_q to_k to_v to_out.0".split()
+PROJECTIONS = {"ltx-2-19b": OLD, "ltx-2.3-22b": [*OLD, "to_gate_logits"]}
+FORWARDS = "ff.net.0.proj ff.net.2 audio_ff.net.0.proj audio_ff.net.2".split()
+ENDS = "patchify_proj proj_out audio_patchify_proj audio_proj_out".split()
+ADALNS = """adaln_single audio_adaln_single av_ca_video_scale_shift_adaln_single av_ca_audio_scale_shift_adaln_single
+    av_ca_a2v_gate_adaln_single av_ca_v2a_gate_adaln_single""".split()
+OWN_ADALNS = {"ltx-2-19b": [], "ltx-2.3-22b": ["prompt_adaln_single", "audio_prompt_adaln_single"]}
+CAPTIONS = {"ltx-2-19b": "caption_projection audio_caption_projection".split(), "ltx-2.3-22b": []}
+
+
+@pytest.mark.parametrize("preset", PROJECTIONS)
+def test_every_layer_of_the_public_models_has_its_committed_key(preset):
+    cfg = PRESETS[preset]
+    of_block = [f"{attention}.{part}" for attention in ATTENTIONS for part in PROJECTIONS[preset]] + FORWARDS
+    wanted = {f"transformer_blocks.{i}.{layer}" for i in range(48) for layer in of_block} | set(ENDS)
+    steps = ("emb.timestep_embedder.linear_1", "emb.timestep_embedder.linear_2", "linear")
+    wanted |= {f"{adaln}.{step}" for adaln in ADALNS + OWN_ADALNS[preset] for step in steps}
+    wanted |= {f"{name}.linear_{i}" for name in CAPTIONS[preset] for i in (1, 2)}
+    assert {official_name(name) for name in linear_layers(cfg)} == wanted
+    assert len(wanted) == {"ltx-2-19b": 1370, "ltx-2.3-22b": 1660}[preset]
 
 
 def test_other_spellings_of_the_pair(tmp_path):
@@ -130,9 +165,71 @@ def test_metadata_is_written_and_checked(tmp_path):
     with pytest.raises(UserError) as error:
         open_lora(path, cfg)
     assert faults(error) == [
-        "alpha is 'much', expected a number",
-        "reference_downscale_factor is '1.5', expected an integer",
+        "alpha is 'much', expected a finite number",
+        "reference_downscale_factor is '1.5', expected an integer of at least 1",
     ]
+    bad = {"rank": "0", "alpha": "nan", "reference_downscale_factor": "-3", "reference_temporal_scale_factor": "inf"}
+    save_file(load_file(path), path, metadata=bad)
+    with pytest.raises(UserError) as error:
+        open_lora(path, cfg)
+    assert [fault.split(" is ")[0] for fault in faults(error)] == list(bad)
+    save_file(load_file(path), path, metadata={"rank": "64"})
+    with pytest.raises(UserError, match="its header says rank 64") as error:
+        open_lora(path, cfg)
+    assert faults(error) == [f"{name}.lora_A has rank 2" for name in sorted(LAYERS)]
+
+
+def test_adapters_of_packed_projections_become_those_of_their_parts(tmp_path):
+    """With their scale, and back; the model changes as it does with merged packed weights."""
+    cfg, path = tiny_config(), tmp_path / "x.safetensors"
+    params, layers = random_params(cfg, 0), packed_layers(cfg)
+    names = ("transformer_blocks.0.attn1.to_qkv", "transformer_blocks.1.audio_to_video_attn.to_kv")
+    packed = apply(params, bound := pack_projections(cfg)(specs_of(params)))
+    leaves, merged = {}, dict(packed)
+    for name in names:
+        out, n_in = packed[f"{name}.weight"].shape
+        a, b = torch.randn(2, n_in), torch.randn(out, 2)
+        leaves |= {f"diffusion_model.{name}.lora_A.weight": a, f"diffusion_model.{name}.lora_B.weight": b}
+        leaves[f"diffusion_model.{name}.alpha"] = torch.tensor(1.0)
+        merged[f"{name}.weight"] = packed[f"{name}.weight"] + 0.5 * (b @ a)
+    save_file(leaves, path)
+    adapters = open_lora(path, cfg)[0].read()
+    assert {key.rpartition(".lora_")[0] for key in adapters} == {part for name in names for part in layers[name]}
+    inputs = model_inputs(cfg, random_case(cfg, 0).streams)
+    ours, theirs = (ltx2.forward(p, cfg, inputs) for p in ({**params, **adapters}, merged))
+    for name, y in ours.items():
+        torch.testing.assert_close(y, theirs[name], rtol=1e-4, atol=1e-5)
+    assert apply(merged, invert(bound)).keys() == params.keys()
+    lora = from_lora(cfg)(specs_of(leaves))
+    back = apply(apply(leaves, lora), invert(lora))
+    assert all(torch.equal(back[k], leaves[k]) for k in leaves)
+    leaves |= {"diffusion_model.transformer_blocks.0.attn1.to_q.lora_A.weight": torch.zeros(2, 16),
+               "diffusion_model.transformer_blocks.0.attn1.to_q.lora_B.weight": torch.zeros(16, 2)}  # fmt: skip
+    with pytest.raises(UserError, match="attn1.to_q.lora_A"):
+        from_lora(cfg)(specs_of(leaves))
+
+
+def test_adapters_of_the_other_layout_are_refused_where_they_would_change_nothing():
+    cfg = tiny_config()
+    params, adapters = random_params(cfg, 0), adapters_of(cfg, LAYERS)
+    inputs, packed = model_inputs(cfg, random_case(cfg, 0).streams), pack_projections(cfg)(specs_of(params))
+    with pytest.raises(UserError, match="attn1.to_q.lora_A: no such layer here, but .*attn1.to_qkv"):
+        ltx2.forward({**apply(params, packed), **adapters}, cfg, inputs)
+    stem = "transformer_blocks.0.attn1.to_qkv.lora_"
+    with pytest.raises(UserError, match="to_qkv.lora_A: no such layer here, but .*to_q, .*to_k, .*to_v"):
+        ltx2.forward({**params, f"{stem}A": torch.zeros(2, 16)}, cfg, inputs)
+
+
+def test_adapters_of_the_text_connectors_are_counted_and_left_out(tmp_path):
+    """Diffusers' loader takes such files: a projection of Gemma's states beside the transformer's layers."""
+    cfg, path = tiny_config(), tmp_path / "x.safetensors"
+    save_lora(path, adapters_of(cfg, LAYERS), cfg, rank=2, alpha=2)
+    names = ("text_embedding_projection.aggregate_embed", "diffusion_model.video_embeddings_connector.x.attn1.to_q")
+    extra = {f"{name}.lora_{part}.weight": torch.zeros(2, 2) for name in names for part in "AB"}
+    save_file(load_file(path) | extra, path)
+    tree, info = open_lora(path, cfg)
+    same(tree.read(), adapters_of(cfg, LAYERS))
+    assert info.text_layers == 2
 
 
 def test_what_fits_no_layer_is_told_all_at_once(tmp_path):
