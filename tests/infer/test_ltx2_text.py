@@ -131,10 +131,10 @@ def test_a_caption_does_not_depend_on_the_others_and_owns_its_memory(case):
 def test_captions_go_through_gemma_in_batches_of_the_asked_size(case, monkeypatch):
     sizes, states = [], ltx2_text.hidden_states
     monkeypatch.setattr(ltx2_text, "hidden_states", lambda reader, c: sizes.append(len(c)) or states(reader, c))
-    together, alone = (opened(case("2.0"), batch=n).embed(CAPTIONS) for n in (2, 1))
-    assert sizes == [2, 1, 1, 1, 1]
-    for row, one in zip(together, alone, strict=True):
-        for name, x in row.items():
+    found = [opened(case("2.0"), **how).embed(CAPTIONS) for how in ({"batch": 1}, {"batch": 2}, {})]
+    assert sizes == [1, 1, 1, 2, 1, 3], "a list of captions is one forward pass where nothing else is asked for"
+    for one, *others in zip(*found, strict=True):
+        for name, x in ((name, x) for row in others for name, x in row.items()):
             torch.testing.assert_close(x, one[name], rtol=1e-5, atol=1e-5)  # sums in another order
             assert x.untyped_storage().nbytes() == x.numel() * x.element_size()
     with pytest.raises(UserError, match="batch is 0, expected at least 1"):
