@@ -13,7 +13,7 @@ from core.files import check_target
 from core.geometry import to_video
 from infer import ltx2_command
 from infer.conditions import pad_prompts, read_clip_feature, read_embeddings, save_embeddings
-from infer.flags import DTYPES, parse, prompts_of, sampling_of
+from infer.flags import DTYPES, parse, prompts_of, run_of, sampling_of
 from infer.folder import Pipeline, open_pipeline, with_weights
 from infer.generate import Sampling, generate, start_step
 from infer.hub import PARTS, resolve_index, resolve_model
@@ -27,8 +27,6 @@ from infer.progress import progress
 from infer.prompts import Prompt, Wanted, plan
 from infer.samplers import SAMPLERS
 from infer.words import counted
-from kernels import Attention
-from nn.run import Run
 
 FALLBACK_FPS = 16.0  # Wan's own rate
 
@@ -135,7 +133,7 @@ def make(args: argparse.Namespace, pipe: Pipeline, job: Job, one: Wanted, label:
             conditions=job.conditions,
             video=job.video,
             strength=args.strength,
-            run=Run(attention=Attention(args.attention_backend)),
+            run=run_of(args),
             progress=lambda done, total: update(done),
             preview=preview,
         )

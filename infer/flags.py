@@ -10,14 +10,18 @@ import torch
 from core.errors import raise_faults
 from core.files import text_fault
 from core.geometry import geometry_rule
+from core.scan import compiled, scan
 from infer.folder import Defaults
 from infer.generate import Sampling
 from infer.idle import idle_beside_prompts, idle_flags
 from infer.ltx2_schedules import LTX2_SAMPLERS
+from infer.media import CRF
 from infer.prompts import Prompt, read_prompts
 from infer.samplers import SAMPLERS
+from kernels import Attention
 from kernels.attention import BACKENDS
 from nn.ltx2_config import MODALITIES
+from nn.run import Run
 from nn.wan_inputs import CHANNELS
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -48,8 +52,8 @@ def _what_to_show(p: argparse.ArgumentParser) -> None:
                    "cover the video's size, bicubic, and cropped to its centre")  # fmt: skip
     g.add_argument("--clip-feature", metavar="FILE", help="safetensors with clip_feature [M, D] of the image, for "
                    "models that need it in a folder without image encoder")  # fmt: skip
-    g.add_argument("--video", metavar="FILE", help="Wan: start from this video, noised to --strength; LTX-2: the video "
-                   "whose sound is made. Its first frames, scaled like --image")  # fmt: skip
+    g.add_argument("--video", metavar="FILE", help="Wan: start from this video, noised to --strength; LTX-2: that "
+                   "whose sound is made, or with --mask a part. Its first frames, scaled like --image")  # fmt: skip
     g.add_argument("--strength", type=float, default=0.8, help="part of the steps that is run on --video, above 0 to "
                    "1: the larger, the less is left of it (default: %(default)s)")  # fmt: skip
     g.add_argument("--samples-per-prompt", type=int, default=1, metavar="N", help="videos of each prompt, with seeds "
@@ -95,19 +99,39 @@ def _how_to_sample(p: argparse.ArgumentParser) -> None:
                    "video in less memory and a little more time, for Wan's VAE (default: 1)")  # fmt: skip
     g.add_argument("--attention-backend", default="auto", choices=["auto", *(b.name for b in BACKENDS)],
                    help="attention kernel (default: auto)")  # fmt: skip
+    g.add_argument("--compile", action="store_true", help="compile the transformer's block, once for all of them and "
+                   "for each size: a minute or so first, then faster steps (on a CPU with a C++ compiler)")  # fmt: skip
 
 
-def _keyframe(text: str) -> tuple[Path, int, float]:
-    """`picture.png@40` or `picture.png@40:0.8` -> the file, the pixel frame and the strength."""
+def _numbered(text: str, word: str, least: int) -> tuple[Path, int, float]:
+    """`picture.png@40` or `picture.png@40:0.8` -> the file, the number and the strength; `word` says what it counts."""
     file, at, place = text.rpartition("@")
     frame, _, strength = place.partition(":")
     try:
         found = Path(file), int(frame), float(strength) if strength else 1.0
     except ValueError:
         found = None
-    if found is None or not at or not file or found[1] < 0 or not 0 < found[2] <= 1:
-        raise argparse.ArgumentTypeError(f"{text!r}: expected FILE@FRAME or FILE@FRAME:STRENGTH, strength above 0 to 1")
+    if found is None or not at or not file or found[1] < least or not 0 < found[2] <= 1:
+        form = f"FILE@{word}"
+        raise argparse.ArgumentTypeError(f"{text!r}: expected {form} or {form}:STRENGTH, strength above 0 to 1")
     return found
+
+
+def _keyframe(text: str) -> tuple[Path, int, float]:
+    """A picture, the pixel frame where it is seen, and its strength."""
+    return _numbered(text, "FRAME", 0)
+
+
+def _part(text: str) -> tuple[Path, int, float]:
+    """A video, how many of its frames are given, and their strength."""
+    return _numbered(text, "FRAMES", 1)
+
+
+def _crf(text: str) -> int:
+    """A constant rate factor, 0 to 51."""
+    if not text.isdecimal() or int(text) not in CRF:
+        raise argparse.ArgumentTypeError(f"{text!r}: expected an integer from {CRF[0]} (as it is) to {CRF[-1]}")
+    return int(text)
 
 
 def _adapter(text: str) -> tuple[Path, float]:
@@ -135,8 +159,21 @@ def _ltx2(p: argparse.ArgumentParser) -> None:
     g.add_argument("--sound", metavar="FILE", help="audio to video: the sound, from its beginning")
     g.add_argument("--keyframe", type=_keyframe, action="append", default=[], metavar="FILE@FRAME[:STRENGTH]",
                    help="a picture that is seen at a frame (at 0 as --image); may be repeated")  # fmt: skip
+    g.add_argument("--image-crf", type=_crf, metavar="N", help="quality of H.264 to which pictures of --image, "
+                   "--keyframe and prompt files are compressed first, as the models were trained; 0: as they are "
+                   "(default: 33; LTX-2.5: 18)")  # fmt: skip
+    g.add_argument("--prefix", type=_part, metavar="FILE@FRAMES[:STRENGTH]", help="go on from a video: its last FRAMES "
+                   "frames, and their sound if it has any, are the beginning")  # fmt: skip
+    g.add_argument("--suffix", type=_part, metavar="FILE@FRAMES[:STRENGTH]", help="lead to a video: its first FRAMES "
+                   "frames but the very first are the end, without their sound")  # fmt: skip
+    g.add_argument("--mask", metavar="FILE", help="inpainting: what is white in this picture or video is made anew in "
+                   "--video, the rest is kept")  # fmt: skip
     g.add_argument("--reference", metavar="FILE", help="reference video of an IC-LoRA, which is the first --lora")
     g.add_argument("--reference-attention", type=float, metavar="A", help="how much of it is seen, 0..1 (default: all)")
+    g.add_argument("--reference-strength", type=float, metavar="S", help="how much of its tokens is kept, 0..1: the "
+                   "rest is noise (default: 1)")  # fmt: skip
+    g.add_argument("--reference-sound", metavar="FILE", help="reference sound, all of it, for an adapter (--lora) that "
+                   "was trained with one")  # fmt: skip
     g.add_argument("--lora", type=_adapter, action="append", default=[], metavar="FILE[:STRENGTH]",
                    help="adapter beside the weights; may be repeated")  # fmt: skip
     g.add_argument("--two-stage", action="store_true", help="at half the size first, then larger with the folder's "
@@ -157,6 +194,12 @@ def _ltx2(p: argparse.ArgumentParser) -> None:
     g.add_argument("--max-batch", type=int, metavar="N", help="largest batch of guidance passes (default: no limit)")
     g.add_argument("--cuda-graph", action="store_true", help="record the model as a CUDA graph (on a GPU)")
     g.add_argument("--vae-tile", type=int, metavar="N", help="decode pictures in tiles of N latent pixels a side")
+
+
+def run_of(args: argparse.Namespace) -> Run:
+    """How the model runs: with which attention, its blocks compiled or not."""
+    how = compiled(scan) if args.compile else scan
+    return Run(attention=Attention(args.attention_backend), scan=how)
 
 
 def parser() -> argparse.ArgumentParser:

@@ -4,9 +4,14 @@ Those of LTX-2 alone are in `infer.ltx2_idle`.
 """
 
 import argparse
+import os
+import shutil
+import sys
 from collections.abc import Collection, Sequence
 
-from core.errors import raise_faults
+import torch
+
+from core.errors import UserError, raise_faults
 from infer.conditions import takes_image
 from infer.folder import Pipeline
 from infer.generate import start_step
@@ -16,14 +21,15 @@ from infer.prompts import Prompt
 NOT_EMBEDDED = (
     "output", "contact_sheet", "preview_every", "num_frames", "fps", "steps", "sampler", "flow_shift",
     "guidance_rescale", "two_pass_guidance", "seed", "samples_per_prompt", "video", "strength", "clip_feature",
-    "vae_dtype", "vae_strips", "attention_backend",
+    "vae_dtype", "vae_strips", "attention_backend", "compile",
 )  # fmt: skip
 # Flags that one kind of pipeline has no use for.
 WAN_ONLY = ("clip_feature", "strength", "unconditional", "flow_shift", "vae_strips")
 LTX2_ONLY = (
-    "modality", "sound", "keyframe", "reference", "reference_attention", "lora", "two_stage", "refine_lora",
-    "distilled", "audio_guidance_scale", "stg_scale", "audio_stg_scale", "stg_blocks", "modality_scale",
-    "audio_modality_scale", "audio_guidance_rescale", "skip_step", "max_batch", "cuda_graph", "vae_tile",
+    "modality", "sound", "keyframe", "image_crf", "prefix", "suffix", "mask", "reference", "reference_attention",
+    "reference_strength", "reference_sound", "lora", "two_stage", "refine_lora", "distilled", "audio_guidance_scale",
+    "stg_scale", "audio_stg_scale", "stg_blocks", "modality_scale", "audio_modality_scale", "audio_guidance_rescale",
+    "skip_step", "max_batch", "cuda_graph", "vae_tile",
 )  # fmt: skip
 OF_PROMPTS = ("image", "negative_prompt", "seed", "num_frames", "height", "width")  # what a prompt file may say too
 OF_GUIDANCE = ("negative_prompt", "guidance_rescale", "two_pass_guidance", "unconditional")
@@ -73,6 +79,7 @@ def idle_beside_prompts(args: argparse.Namespace, prompts: Sequence[Prompt]) -> 
 
 def check_idle(args: argparse.Namespace, pipe: Pipeline, guidance_scale: float, steps: int = 1) -> None:
     """Refuses flags that would do nothing for this model and sampling: one UserError for all of them."""
+    check_compiler(args, pipe.device)
     cfg, faults = pipe.cfg, []
     if guidance_scale == 1.0 and (flags := flags_of(OF_GUIDANCE, args.given)):
         faults.append(f"guidance is off (scale 1), so {flags} would do nothing: give --guidance-scale too")
@@ -90,6 +97,13 @@ def check_idle(args: argparse.Namespace, pipe: Pipeline, guidance_scale: float, 
             faults += idle(["image"], args.given, f"beside --save-embeds: the transformer takes {takes}")
     first = 0 if args.video is None else start_step(steps, args.strength)  # the steps before it are left out
     raise_faults("flags that would do nothing:", faults + preview_faults(args.preview_every, first, steps))
+
+
+def check_compiler(args: argparse.Namespace, device: torch.device) -> None:
+    """Refuses `--compile` on a CPU without the C++ compiler that PyTorch calls there."""
+    name = os.environ.get("CXX", "clang++" if sys.platform == "darwin" else "g++")
+    if args.compile and device.type == "cpu" and shutil.which(name) is None:
+        raise UserError(f"--compile on a CPU needs a C++ compiler: there is no {name} (CXX may name another)")
 
 
 def preview_faults(every: int | None, first: int, steps: int) -> list[str]:

@@ -11,7 +11,7 @@ from core import devices
 from core.errors import UserError, raise_faults
 from core.files import check_target
 from core.trees import Params
-from infer.flags import DTYPES, SIZES
+from infer.flags import DTYPES, SIZES, run_of
 from infer.folder import with_weights
 from infer.hub import PARTS, resolve_model
 from infer.idle import preview_faults
@@ -19,7 +19,7 @@ from infer.ltx2_folder import LTX2Defaults, LTX2Pipeline, open_ltx2
 from infer.ltx2_generate import Clip, generate
 from infer.ltx2_given import check_files, check_places, encode_files, read_files, reference_info
 from infer.ltx2_guidance import StreamGuidance
-from infer.ltx2_idle import TITLE, check_ltx2_flags, check_ltx2_guidance
+from infer.ltx2_idle import TITLE, check_ltx2_flags, check_ltx2_guidance, given_streams
 from infer.ltx2_sampling import Given, LTX2Sampling, check_sampling, schedule_of
 from infer.ltx2_schedules import DISTILLED_SIGMAS
 from infer.ltx2_stages import adapted, all_steps, check_stages, generate_two_stage, half, read_loras
@@ -30,9 +30,7 @@ from infer.progress import progress
 from infer.prompts import Prompt, Wanted
 from infer.sound import spectrogram, write_sound
 from infer.words import counted
-from kernels import Attention
 from nn.ltx2_lora import LoraInfo
-from nn.run import Run
 
 Texts = dict[str, Tensor]  # `[1, L, D]` by stream
 SHOWN = 6  # frames of a clip that are kept for the contact sheet of many
@@ -108,18 +106,13 @@ def by_text(guidance: Sequence[StreamGuidance]) -> bool:
     return any(one.cfg_scale != 1 for one in guidance)
 
 
-def given_streams(args: argparse.Namespace) -> list[str]:
-    """The streams that are given as a whole."""
-    return [name for name, path in (("video", args.video), ("audio", args.sound)) if path is not None]
-
-
 def needs_of(args: argparse.Namespace) -> list[str]:
     """The models around the transformer that the flags call for."""
     wanted = {"text_encoder": args.prompt_embeds is None}
     if args.save_embeds is None:
         wanted["latent_upsampler"] = args.two_stage
-        wanted["audio_vae"] = args.sound is not None
-        wanted["vae"] = any((args.video, args.image, args.keyframe, args.reference))
+        wanted["audio_vae"] = any((args.sound, args.reference_sound))
+        wanted["vae"] = any((args.video, args.image, args.keyframe, args.prefix, args.suffix, args.reference))
     without = {"video": ("audio_vae",), "audio": ("vae", "latent_upsampler")}.get(args.modality, ())  # told of later
     return [name for name, needed in wanted.items() if needed and name not in without]
 
@@ -248,7 +241,9 @@ def outputs_of(args: argparse.Namespace, streams: Sequence[str]) -> dict[str, Pa
 
 def check_targets(args: argparse.Namespace, wanted: Sequence[Wanted], outputs: Mapping[str, Path]) -> None:
     """Raises UserError for what cannot be written, or would replace what is read."""
-    read = [args.video, args.sound, args.reference, *(w.prompt.image for w in wanted), *(k[0] for k in args.keyframe)]
+    placed = [found[0] for found in (*args.keyframe, args.prefix, args.suffix) if found is not None]
+    read = [args.video, args.mask, args.sound, args.reference, args.reference_sound, *placed]
+    read += [w.prompt.image for w in wanted]
     inputs = {Path(p).resolve() for p in read if p is not None}
     previews = [] if args.preview_every is None else [preview_of(w.output) for w in wanted]
     targets = [*(w.output for w in wanted), *previews, *outputs.values()]
@@ -260,11 +255,10 @@ def check_targets(args: argparse.Namespace, wanted: Sequence[Wanted], outputs: M
 
 def make(pipe: LTX2Pipeline, refiner: LTX2Pipeline | None, args, job: LTX2Job, one: Wanted, label: str) -> Clip:
     """One clip."""
-    run, every = Run(attention=Attention(args.attention_backend)), args.preview_every
-    steps = steps_of(args, job.sampling)
+    steps, every = steps_of(args, job.sampling), args.preview_every
     show = None if every is None else previewer(every, pipe.vae, one.output, one.prompt.caption, steps)
     with progress(label, steps, "steps") as update:
-        shared = {"given": job.given, "run": run, "progress": lambda done, total: update(done)}
+        shared = {"given": job.given, "run": run_of(args), "progress": lambda done, total: update(done)}
         shared["preview"] = None if show is None else lambda step, x0: show(step, x0["video"])
         call = (pipe, job.sampling, job.texts, job.negative, [one.seed])
         if args.two_stage:
@@ -336,7 +330,7 @@ def write_embeddings(args: argparse.Namespace, pipe: LTX2Pipeline, prompts: Sequ
     print(f"wrote {args.save_embeds}")
 
 
-def opened(args: argparse.Namespace, folder: Path) -> LTX2Pipeline:
+def opened(args: argparse.Namespace, folder: Path, prompts: Sequence[Prompt]) -> LTX2Pipeline:
     """The pipeline of the flags, its transformer not read. Raises UserError for flags that it has no use for."""
     device = devices.resolve(args.device)
     dtype = devices.default_compute_dtype(device) if args.dtype is None else DTYPES[args.dtype]
@@ -346,7 +340,7 @@ def opened(args: argparse.Namespace, folder: Path) -> LTX2Pipeline:
     )  # fmt: skip
     if args.distilled:
         pipe = dataclasses.replace(pipe, defaults=dataclasses.replace(pipe.defaults, distilled=True))
-    check_ltx2_flags(args, pipe.cfg, device)
+    check_ltx2_flags(args, pipe.cfg, device, pictured=any(p.image is not None for p in prompts))
     return pipe
 
 
@@ -355,13 +349,17 @@ def run(args: argparse.Namespace, prompts: Sequence[Prompt], wanted: Sequence[Wa
 
     The transformer stays in memory while its clips are decoded, pictures a few at a time.
     """
-    pipe = opened(args, resolve_model(args.model, parts_of(args)))
+    pipe = opened(args, resolve_model(args.model, parts_of(args)), prompts)
     if args.save_embeds is not None:
         check_target(Path(args.save_embeds))
         return write_embeddings(args, pipe, prompts)
     outputs = outputs_of(args, pipe.streams)
     check_targets(args, wanted, outputs)
-    (loras, infos), (refining, _) = read_loras(pipe, args.lora), read_loras(pipe, args.refine_lora)
+    (loras, infos), (refining, others) = read_loras(pipe, args.lora), read_loras(pipe, args.refine_lora)
+    for (path, _), info in zip([*args.lora, *args.refine_lora], [*infos, *others], strict=True):
+        if info.text_layers:
+            layers = counted(info.text_layers, "layer")
+            print(f"note: {path} also adapts {layers} of the text connectors, which stay as they are")
     jobs = prepare(args, pipe, prompts, infos)
     pipe, refiner = with_adapters(args, pipe, loras, refining)
     try:

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 import torch
 
 from core.errors import raise_faults
-from infer.idle import NOT_EMBEDDED, flags_of, idle
+from infer.idle import NOT_EMBEDDED, check_compiler, flags_of, idle
 from infer.ltx2_guidance import Guidance, plan_steps
 from infer.schedules import Schedule
 from nn.ltx2_config import LTX2Config
@@ -17,24 +17,41 @@ OF_GUIDANCE = {
     "video": ("guidance_scale",),
     "audio": ("audio_guidance_scale", "audio_stg_scale", "audio_guidance_rescale"),
 }
+OF_REFERENCE = ("reference", "reference_attention", "reference_strength")
 OF_STREAM = {
     "video": (
-        "image", "keyframe", "reference", "reference_attention", "video", "two_stage", "refine_lora", "contact_sheet",
-        "preview_every", "height", "width", "vae_tile", *OF_GUIDANCE["video"],
+        "image", "keyframe", "image_crf", "prefix", "suffix", "mask", *OF_REFERENCE, "video", "two_stage",
+        "refine_lora", "contact_sheet", "preview_every", "height", "width", "vae_tile", *OF_GUIDANCE["video"],
     ),
-    "audio": ("sound", *OF_GUIDANCE["audio"]),
+    "audio": ("sound", "reference_sound", *OF_GUIDANCE["audio"]),
 }  # fmt: skip
+# By stream the flag that gives all of it, and what then has nothing to act on.
+IN_PLACE = {
+    "video": ("--video", *OF_GUIDANCE["video"]),
+    "audio": ("--sound", "reference_sound", *OF_GUIDANCE["audio"]),
+}
 OF_BOTH = ("modality_scale", "audio_modality_scale")
 # What --save-embeds has no use for besides `infer.idle.NOT_EMBEDDED`.
 NOT_OF_TEXT = (
-    "image", "height", "width", "sound", "keyframe", "reference", "reference_attention", "lora", "two_stage",
-    "refine_lora", "stg_scale", "audio_stg_scale", "stg_blocks", *OF_BOTH, "audio_guidance_rescale", "skip_step",
-    "max_batch", "cuda_graph", "vae_tile",
+    "image", "height", "width", "sound", "keyframe", "image_crf", "prefix", "suffix", "mask", *OF_REFERENCE,
+    "reference_sound", "lora", "two_stage", "refine_lora", "stg_scale", "audio_stg_scale", "stg_blocks", *OF_BOTH,
+    "audio_guidance_rescale", "skip_step", "max_batch", "cuda_graph", "vae_tile",
 )  # fmt: skip
 
 
-def check_ltx2_flags(args: argparse.Namespace, cfg: LTX2Config, device: torch.device) -> None:
-    """Refuses flags that this model, or the flags beside them, leave nothing to do: one UserError for all of them."""
+def given_streams(args: argparse.Namespace) -> list[str]:
+    """The streams that are given as a whole; of a video with a mask a part is made."""
+    whole = {"video": args.video is not None and args.mask is None, "audio": args.sound is not None}
+    return [name for name, found in whole.items() if found]
+
+
+def check_ltx2_flags(args: argparse.Namespace, cfg: LTX2Config, device: torch.device, pictured: bool) -> None:
+    """Refuses flags that this model, or the flags beside them, leave nothing to do: one UserError for all of them.
+
+    Args:
+        pictured: whether some prompt has a picture, of its own or that of `--image`.
+    """
+    check_compiler(args, device)
     given, faults, streams = args.given, [], {s.name for s in cfg.streams}
     if args.save_embeds is not None:
         names = [name for name in NOT_OF_TEXT if name not in NOT_EMBEDDED]
@@ -43,13 +60,18 @@ def check_ltx2_flags(args: argparse.Namespace, cfg: LTX2Config, device: torch.de
     for name, flags in OF_STREAM.items():
         faults += [] if name in streams else idle(flags, given, f"here: the model is {cfg.modality}")
     faults += [] if cfg.crossed else idle(OF_BOTH, given, f"here: the model is {cfg.modality}, of one stream")
-    for name, flag, path in (("video", "--video", args.video), ("audio", "--sound", args.sound)):
-        if path is not None and name in streams:
-            faults += idle(OF_GUIDANCE[name], given, f"beside {flag}: its {name} is given, not made")
-    if args.video is not None:
-        faults += idle(("image", "keyframe", "reference", "two_stage", "preview_every"), given,
-                       "beside --video, which is kept as it is")  # fmt: skip
-    faults += [] if args.reference is not None else idle(["reference_attention"], given, "without --reference")
+    for name, (flag, *names) in IN_PLACE.items():
+        if name in streams and name in given_streams(args):
+            faults += idle(names, given, f"beside {flag}: its {name} is given, not made")
+    if args.video is not None and args.mask is None:
+        names = ("image", "keyframe", "prefix", "suffix", "reference", "two_stage", "preview_every")
+        faults += idle(names, given, "beside --video, which is kept as it is")
+    elif args.video is not None:
+        faults += idle(("prefix", "suffix"), given, "beside --video with --mask, which says what is kept")
+    faults += [] if args.video is not None else idle(["mask"], given, "without --video")
+    faults += [] if args.reference is not None else idle(OF_REFERENCE[1:], given, "without --reference")
+    if "video" in streams and not pictured and not args.keyframe:
+        faults += idle(["image_crf"], given, "without a picture")
     faults += [] if args.two_stage else idle(["refine_lora"], given, "without --two-stage")
     faults += [] if device.type == "cuda" else idle(["cuda_graph"], given, f"on {device.type}: it is for GPUs")
     raise_faults(TITLE, faults)

@@ -16,6 +16,10 @@ from infer.sound import Sound
 from infer.words import counted
 from nn import ltx2_inputs
 from nn.ltx2_conditions import AudioGeometry, Condition, Geometry, VideoGeometry
+from nn.ltx2_config import LTX2Config
+from nn.ltx2_lora import version_of
+
+IMAGE_CRF = {"2.0": 33, "2.3": 33, "2.5": 18}  # by version; the numbers are those of Diffusers' pipelines
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,6 +68,11 @@ class Given:
     conditions: Mapping[str, Sequence[Condition]] = dataclasses.field(default_factory=dict)
     extras: Mapping[str, Tensor] = dataclasses.field(default_factory=dict)
     originals: Mapping[str, Tensor | Sound] = dataclasses.field(default_factory=dict)
+
+
+def image_crf(cfg: LTX2Config) -> int:
+    """The H.264 quality of pictures that a model of this version was trained on, see `infer.media.recompressed`."""
+    return IMAGE_CRF[version_of(cfg)]
 
 
 # --- geometry -------------------------------------------------------------------------------------------------

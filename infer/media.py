@@ -27,6 +27,7 @@ from infer.words import counted
 _SWSCALE_FLAGS = 0x4 | 0x2000 | 0x40000
 _BT709 = 1  # ISO/IEC 23091-2 code point of matrix, primaries and transfer
 _LIMITED_RANGE = 1
+CRF = range(52)  # x264's constant rate factors of 8 bit
 
 
 @dataclasses.dataclass(frozen=True)
@@ -287,6 +288,37 @@ def write_video(
                 mux_samples(out, track, sound, *_share(sound, index, len(frames)))
         for one in (stream, track):
             out.mux([] if one is None else one.encode(None))
+
+
+def recompressed(picture: Tensor, crf: int) -> Tensor:
+    """A picture uint8 `[H, W, 3]` as one frame of H.264 leaves it: encoded, and decoded again.
+
+    LTX-2's models were trained on given pictures like that, with this preset and FFmpeg's own conversion of colours:
+    the result equals Diffusers' `apply_image_conditioning_crf` bit by bit. Odd sizes lose their last row or column.
+
+    Args:
+        crf: x264's constant rate factor, 1 to 51, the worst; 0 gives the picture as it is.
+
+    Raises:
+        UserError: another crf, shape or dtype; a picture of fewer than 2 by 2 pixels.
+    """
+    if picture.dtype != torch.uint8 or picture.ndim != 3 or picture.shape[2] != 3:
+        raise UserError(f"a picture is {picture.dtype} {list(picture.shape)}, expected torch.uint8 [H, W, 3]")
+    if crf not in CRF:
+        raise UserError(f"crf is {crf!r}, allowed {CRF[0]} (as it is) to {CRF[-1]}")
+    if crf == 0:
+        return picture
+    height, width = (n - n % 2 for n in picture.shape[:2])
+    if min(height, width) == 0:
+        raise UserError(f"a picture of {picture.shape[0]} by {picture.shape[1]} pixels is too small for H.264")
+    encoder, decoder = av.CodecContext.create("libx264", "w"), av.CodecContext.create("h264", "r")
+    encoder.height, encoder.width, encoder.pix_fmt, encoder.time_base = height, width, "yuv420p", Fraction(1)
+    encoder.options = {"crf": str(crf), "preset": "veryfast"}
+    rgb = picture[:height, :width].cpu().contiguous().numpy()
+    frame = av.VideoFrame.from_ndarray(rgb, format="rgb24").reformat(format="yuv420p")
+    packets = [*encoder.encode(frame), *encoder.encode(None), None]
+    (seen,) = (shown for packet in packets for shown in decoder.decode(packet))
+    return torch.from_numpy(seen.to_ndarray(format="rgb24"))
 
 
 def _share(sound: Sound, index: int, parts: int) -> tuple[int, int]:

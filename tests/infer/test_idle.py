@@ -1,5 +1,6 @@
 """Flags that would do nothing beside others are refused by name, and those that are not refused do something."""
 
+import functools
 import json
 
 import pytest
@@ -9,7 +10,9 @@ from hypothesis import strategies as st
 from real_cases import random_frames, write_png
 from safetensors.torch import load_file, save_file
 
+from core.scan import compiled
 from infer import __main__ as cli
+from infer import flags
 from infer.__main__ import main
 from infer.flags import parse, parser
 from infer.idle import LTX2_ONLY, OF_PROMPTS, idle_beside_prompts
@@ -25,7 +28,7 @@ VALUES = {
     "num_frames": ["9"], "height": ["64"], "width": ["64"], "fps": ["16"], "steps": ["2"], "sampler": ["euler"],
     "flow_shift": ["2"], "guidance_scale": ["1"], "guidance_rescale": ["0"], "unconditional": ["text=zero"],
     "two_pass_guidance": [], "seed": ["0"], "device": ["cpu"], "dtype": ["bf16"], "vae_dtype": ["fp32"],
-    "vae_strips": ["1"], "attention_backend": ["auto"],
+    "vae_strips": ["1"], "attention_backend": ["auto"], "compile": [],
 }  # fmt: skip
 OTHERS = {"model", "prompt", "prompt_file", "prompt_embeds", "save_embeds", *LTX2_ONLY}  # see test_ltx2_pipelines
 
@@ -159,6 +162,29 @@ def test_the_command_refuses_what_the_prompts_say(tiny, tmp_path, capsys):
     assert main([*argv, "--height", "32", "--num-frames", "9"]) == 2
     assert "--num-frames, --height would do nothing beside --prompt-file" in capsys.readouterr().err
     assert [p.name for p in tmp_path.iterdir()] == ["p.json"]
+
+
+def test_compile_compiles_one_block_and_gives_the_same_video(tiny, tmp_path, monkeypatch):
+    graphs, frames = [], []
+
+    def counted_graphs(module, inputs):
+        graphs.append(module)
+        return module.forward
+
+    torch._dynamo.reset()
+    monkeypatch.setattr(flags, "compiled", functools.partial(compiled, backend=counted_graphs))
+    monkeypatch.setattr(cli, "write_video", lambda path, video, *rest: frames.append(video))
+    argv = ["--model", str(tiny.folder), "--prompt", "a", "--device", "cpu", "--output", str(tmp_path / "a.mp4")]
+    assert main(argv) == main([*argv, "--compile"]) == 0
+    assert len(graphs) == 1 and (frames[0].int() - frames[1].int()).abs().max() <= 1
+
+
+def test_compile_needs_a_compiler_on_a_cpu(tiny, tmp_path, monkeypatch, capsys):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    argv = ["--model", str(tiny.folder), "--prompt", "a", "--device", "cpu", "--output", str(tmp_path / "a.mp4")]
+    assert main([*argv, "--compile"]) == 2
+    assert "needs a C++ compiler: there is no no-such-compiler" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
 
 
 def test_one_is_no_plural():

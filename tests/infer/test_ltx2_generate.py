@@ -2,6 +2,7 @@
 condition, one stage and two. Folders are as Diffusers writes them."""
 
 import dataclasses
+from types import SimpleNamespace
 from unittest import mock
 
 import pytest
@@ -12,10 +13,12 @@ from ltx2_side_cases import draw
 from core.geometry import to_video
 from infer.ltx2_generate import generate_latents, initial_noise, start_of
 from infer.ltx2_guidance import StreamGuidance
-from infer.ltx2_sampling import Given, shapes_of, tokens_of
+from infer.ltx2_sampling import Given, image_crf, shapes_of, tokens_of
 from infer.ltx2_schedules import DISTILLED_SIGMAS, shift_exponent
 from infer.ltx2_stages import enlarged, half, refine
+from infer.media import recompressed
 from nn.ltx2_conditions import FirstFrame, Keyframe, Reference
+from nn.ltx2_config import PRESETS
 
 SEED = 5
 # float32 on both sides through three steps of three blocks and up to four passes, whose differences guidance scales
@@ -91,16 +94,20 @@ def test_text_to_video_and_sound_with_every_guidance(pair, guide):
     agree(generate_latents(pair.ours, sampling, text, negative, [SEED]), theirs)
 
 
-def test_image_to_video(pair):
+@pytest.mark.parametrize("options", [{}, {"image_crf": 0}], ids=["as trained", "as it is"])
+def test_image_to_video(pair, options):
+    """Diffusers compresses the picture by default, to a quality that follows from the model's text encoder."""
     from PIL import Image
 
-    sampling, options = guided(GUIDES["text"])
+    crf = options.get("image_crf", image_crf(pair.ours.cfg))
+    sampling, guides = guided(GUIDES["text"])
     text, negative, frame = pair.texts(1), pair.texts(2), picture(3)
     image = Image.fromarray(frame[0].numpy())
     with drawing("LTX2ImageToVideoPipeline", noise_of(pair).values()):
         pipe = pair.theirs("LTX2ImageToVideoPipeline")
-        theirs = pair.sample(pipe, text, negative, image=image, image_crf=0, **options)
-    given = Given(conditions={"video": [FirstFrame("image")]}, extras={"image": encoded(pair, frame)})
+        theirs = pair.sample(pipe, text, negative, image=image, **options, **guides)
+    first = encoded(pair, recompressed(frame[0], crf)[None])
+    given = Given(conditions={"video": [FirstFrame("image")]}, extras={"image": first})
     agree(generate_latents(pair.ours, sampling, text, negative, [SEED], given=given), theirs)
 
 
@@ -126,15 +133,25 @@ def conditioned(pair, kind, given, text, negative, options, **conditions):
         return pair.sample(pipe, text, negative, **conditions, **options)
 
 
-@pytest.mark.parametrize("strength", [1.0, 0.6])
-def test_a_first_frame_and_keyframes(newer, strength):
+def test_pictures_are_compressed_as_each_version_was_trained():
+    """Diffusers tells versions apart by their text encoders."""
+    from diffusers.pipelines.ltx2.utils import resolve_default_image_crf
+
+    for name, encoder in (("ltx-2-19b", "gemma3"), ("ltx-2.3-22b", "gemma3"), ("ltx-2.5", "gemma4")):
+        found = SimpleNamespace(config=SimpleNamespace(model_type=encoder))
+        assert image_crf(PRESETS[name]) == resolve_default_image_crf(found)
+
+
+@pytest.mark.parametrize("strength, crf", [(1.0, None), (0.6, 0)])
+def test_a_first_frame_and_keyframes(newer, strength, crf):
     from diffusers.pipelines.ltx2.pipeline_ltx2_condition import LTX2VideoCondition
 
     sampling, options = guided(GUIDES["text"])
     text, negative, first, later = newer.texts(1), newer.texts(2), picture(3), picture(4)
     placed = {0: (first, 1.0), 2: (later, strength)}  # in latent frames, of which the second begins with frame 3
-    theirs = [LTX2VideoCondition(f[0].numpy(), index=i, strength=s, crf=0) for i, (f, s) in placed.items()]
+    theirs = [LTX2VideoCondition(f[0].numpy(), index=i, strength=s, crf=crf) for i, (f, s) in placed.items()]
     conditions = [FirstFrame("first"), Keyframe("later", frame=3, strength=strength)]
+    first, later = (recompressed(f[0], 33 if crf is None else crf)[None] for f in (first, later))
     extras = {"first": encoded(newer, first), "later": encoded(newer, later)}
     given = Given(conditions={"video": conditions}, extras=extras)
     wanted = conditioned(newer, "LTX2ConditionPipeline", given, text, negative, options, conditions=theirs)

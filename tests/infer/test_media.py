@@ -21,7 +21,16 @@ from core.geometry import (
     to_video,
     valid_num_frames,
 )
-from infer.media import contact_sheet, probe, psnr, read_video, resample, resize_cover, write_video
+from infer.media import (
+    contact_sheet,
+    probe,
+    psnr,
+    read_video,
+    recompressed,
+    resample,
+    resize_cover,
+    write_video,
+)
 
 
 def gradient(frames: int, height: int = 32, width: int = 48) -> torch.Tensor:
@@ -303,6 +312,35 @@ def test_a_clip_shorter_than_asked_says_what_is_there(tmp_path):
     for bad in ({"num_frames": 0}, {"start": -1}, {"size": (0, 8)}, {"fps": 0}):
         with pytest.raises(UserError, match="expected"):
             read_video(path, **bad)
+
+
+@pytest.mark.parametrize("height, width", [(64, 96), (33, 47), (3, 2)])
+@pytest.mark.parametrize("crf", [0, 1, 18, 33, 51])
+def test_a_recompressed_picture_is_that_of_diffusers_bit_by_bit(height, width, crf):
+    from diffusers.pipelines.ltx2.utils import apply_image_conditioning_crf
+
+    noise = torch.randint(0, 256, (height, width, 3), generator=torch.Generator().manual_seed(1), dtype=torch.uint8)
+    for picture in (gradient(1, height, width)[0], noise):
+        found = recompressed(picture, crf)
+        assert torch.equal(found, torch.from_numpy(apply_image_conditioning_crf(picture.numpy(), crf)))
+
+
+def test_a_recompressed_picture_loses_more_the_larger_the_crf():
+    picture = gradient(1, 64, 96)[0]
+    lost = [-psnr(recompressed(picture, crf), picture) for crf in (1, 18, 33, 51)]
+    assert lost == sorted(lost) and lost[-1] - lost[0] > 10
+
+
+def test_pictures_that_cannot_be_recompressed_are_told():
+    picture = gradient(1)[0]
+    for crf in (-1, 52):
+        with pytest.raises(UserError, match=f"crf is {crf}, allowed 0 .as it is. to 51"):
+            recompressed(picture, crf)
+    for wrong in (picture.float(), picture[None], picture[..., :1]):
+        with pytest.raises(UserError, match=r"expected torch.uint8 \[H, W, 3\]"):
+            recompressed(wrong, 33)
+    with pytest.raises(UserError, match="1 by 48 pixels is too small"):
+        recompressed(picture[:1], 33)
 
 
 def test_psnr():
