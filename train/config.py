@@ -105,6 +105,7 @@ class Encode(Encoding):
     vae: str | None = Field(None, description="Folder of the VAE; null: the model's.")
     text_encoder: str | None = Field(None, description="Folder of the text encoder; null: the model's.")
     image_encoder: str | None = Field(None, description="Folder of the image encoder, for i2v; null: the model's.")
+    audio_vae: str | None = Field(None, description="Folder of the audio VAE, for t2va; null: the model's.")
     skip_unusable: bool = Field(False, description="Leave out clips that cannot be used, instead of refusing them.")
 
 

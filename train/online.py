@@ -50,7 +50,7 @@ WIDTHS = {UMT5: "d_model", text_hash.MODEL_TYPE: "dim"}  # the entry of a text e
 
 def sources_of(encode: Encode, row_type: str, log: Callable[[str], None] = print) -> Sources:
     """The folders of the models. Raises UserError for those that are not there: nothing is fitted on the fly."""
-    given = (encode.model, encode.vae, encode.text_encoder, encode.image_encoder)
+    given = (encode.model, encode.vae, encode.text_encoder, encode.image_encoder, encode.audio_vae)
     sources = find_sources(*given, row_type=row_type, log=log)
     missing = [name for name in stand_ins(row_type) if getattr(sources, name) is None]
     raise_faults("models that encode needs", [f"{name}: give its folder, or model" for name in missing])

@@ -27,7 +27,7 @@ from nn.ltx2_audio_mel import log_mel
 from nn.ltx2_formats import to_json
 from train.config import Encode
 from train.data import Reader, batches, first_fps, open_dataset
-from train.online import open_online
+from train.online import open_online, sources_of
 from train.preprocess import Settings, Sources, preprocess
 from train.preprocess.__main__ import main
 from train.preprocess.models import find_sources
@@ -205,7 +205,11 @@ def test_bad_settings_are_refused_before_a_clip_is_read(model, data, tmp_path, m
     assert not (tmp_path / "set").exists()
 
 
-def test_an_audio_vae_is_for_rows_with_sound_and_stands_beside_the_vae(model):
+def test_an_audio_vae_is_for_rows_with_sound_and_stands_beside_the_vae(sets, model):
+    own = {"vae": str(model / "vae"), "text_encoder": str(model / "text_encoder")}
+    assert sources_of(Encode(**own), "t2va").audio_vae == model / "audio_vae"
+    other = sets / "codec" / "audio_vae"
+    assert sources_of(Encode(audio_vae=str(other), **own), "t2va").audio_vae == other
     with pytest.raises(UserError, match="audio_vae: t2v rows have no sound; it is for row type t2va"):
         find_sources(None, None, None, None, model / "audio_vae", row_type="t2v")
     found = find_sources(None, model / "vae", None, None, row_type="t2va")
