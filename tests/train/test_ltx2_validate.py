@@ -13,7 +13,7 @@ from infer.__main__ import main as infer
 from infer.folder import with_weights
 from infer.ltx2_folder import open_ltx2
 from infer.ltx2_generate import generate
-from infer.media import read_video
+from infer.media import psnr, read_video
 from infer.sound import has_sound, read_sound
 from nn import text_hash
 from nn.ltx2_formats import open_transformer
@@ -85,7 +85,8 @@ def test_a_run_writes_clips_with_sound_and_sheets_of_both(finished):
 
 
 def test_the_clips_are_what_inference_makes_of_the_exported_average(finished, data, tmp_path):
-    """Same weights, prompt, seed and size give the same frames and the same sound, to the bit."""
+    """Same weights, prompt, seed and size give the same frames and the same sound, but for roundings: where tensors lie
+    in memory decides how sums are vectorised, so that a level of 255 may fall on the other side here and there."""
     export(finished, tmp_path / "ema", ema=True)
     pipe = with_weights(open_ltx2(tmp_path / "ema", device=torch.device("cpu"), dtype=torch.float32))
     changes = {V: validation(data), "callbacks.ema": {"decay": 0.5}}
@@ -97,10 +98,15 @@ def test_the_clips_are_what_inference_makes_of_the_exported_average(finished, da
     texts, negative = ({k: v[None] for k, v in pipe.text.embed([c])[0].items()} for c in ("a red clip", ""))
     sampling = ltx2_validate.sampling_for(setup, job.prompt, 2)
     (expected,) = generate(pipe, sampling, texts, negative, [5])
-    assert torch.equal(clip.frames, expected.frames) and torch.equal(clip.sound.waveform, expected.sound.waveform)
+    assert (clip.frames.int() - expected.frames.int()).abs().max() <= 1
+    torch.testing.assert_close(clip.sound.waveform, expected.sound.waveform, rtol=1e-4, atol=1e-4)
     written = read_video(finished / "samples" / "step-000004-prompt0-2steps.mp4").frames
     validate.write_clip(tmp_path / "again.mp4", expected, 25.0)
-    assert torch.equal(written, read_video(tmp_path / "again.mp4").frames)
+    (other,) = generate(pipe, sampling, texts, negative, [6])
+    validate.write_clip(tmp_path / "other.mp4", other, 25.0)
+    # H.264 makes up to 26 levels of one that fell on the other side; another seed's clip is far away.
+    assert psnr(written, read_video(tmp_path / "again.mp4").frames) > 30
+    assert psnr(written, read_video(tmp_path / "other.mp4").frames) < 25
 
 
 @pytest.mark.parametrize("modality, suffix, absent", [("video", "mp4", "-sound.png"), ("audio", "wav", ".mp4")])
