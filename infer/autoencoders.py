@@ -1,12 +1,13 @@
 """Autoencoders of pipeline folders behind one interface for pictures and one for sound.
 
 Pictures: Wan's VAEs, LTX-2's video VAEs, and the demos' patch codec. Sound: LTX-2's audio VAE with its vocoder, and the
-demos' mel codec.
+demos' mel codec. LTX-2's are in Diffusers' form or in FastVideo's.
 """
 
 import dataclasses
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,11 +15,14 @@ from torch import Tensor
 from core.checkpoint import LazyTree, open_checkpoint
 from core.errors import UserError, raise_faults
 from core.geometry import to_frames
+from core.rules import cast
 from core.save import check_metadata
 from core.specs import check
+from core.transforms import apply
 from core.trees import Params
 from infer.encoders import kind_of, read_mapping
 from nn import ltx2_audio, ltx2_vae, ltx2_vae_tiling, ltx2_vocoder, ltx2_vocoder_config, mel_codec, patch_codec, wan_vae
+from nn import ltx2_fastvideo as fastvideo
 from nn.config_files import open_model
 from nn.ltx2_audio_mel import log_mel
 from nn.ltx2_vocoder_config import AnyVocoderConfig
@@ -192,24 +196,34 @@ def load_vae(
     folder, device = Path(folder), torch.device(device)
     config = read_mapping(folder / "config.json")
     name = config.get("_class_name")
-    known = (patch_codec.CLASS_NAME, wan_vae.CLASS_NAME, ltx2_vae.CLASS_NAME)
+    known = (patch_codec.CLASS_NAME, wan_vae.CLASS_NAME, ltx2_vae.CLASS_NAME, fastvideo.CLASS_NAMES["vae"])
     if name not in known:
         seen, ours = kind_of(config, "_class_name"), ", ".join(map(repr, known))
         raise UserError(f"{folder}: _class_name {seen} cannot be run as a VAE by this version, only {ours}")
     _check_options(folder, name, dtype, strips, tile)
     if name == patch_codec.CLASS_NAME:
         return _codec(folder, device)
-    kind, load = (wan_vae, _read_wan_vae) if name == wan_vae.CLASS_NAME else (ltx2_vae, _read_ltx2_vae)
-    tree, cfg = kind.open_folder(folder)
-    if kind is ltx2_vae:
+    tree, cfg, load = _opened_vae(name, folder, device, dtype)
+    if name != wan_vae.CLASS_NAME:
         _check_decoder(folder, cfg)
-    read = _reader(lambda: load(folder, device, dtype), keep)
+    read = _reader(load, keep)
     if keep:
         read()
-    if kind is wan_vae:
+    if name == wan_vae.CLASS_NAME:
         return _wan_vae(cfg, read, device, dtype, strips)
     statistics = {k: tree[k].read() for k in ("latents_mean", "latents_std")}
     return _ltx2_vae(cfg, statistics, read, device, dtype, tile)
+
+
+def _opened_vae(
+    name: str, folder: Path, device: torch.device, dtype: torch.dtype
+) -> tuple[LazyTree, Any, Callable[[], Params]]:
+    """A VAE of the class `name` that is checked and not read, its config, and what reads its weights."""
+    if name == fastvideo.CLASS_NAMES["vae"]:
+        tree, cfg = fastvideo.open_part(folder, "vae")
+        return tree, cfg, lambda: _read_fastvideo_vae(tree, cfg, device, dtype)
+    kind, load = (wan_vae, _read_wan_vae) if name == wan_vae.CLASS_NAME else (ltx2_vae, _read_ltx2_vae)
+    return *kind.open_folder(folder), lambda: load(folder, device, dtype)
 
 
 def _check_options(folder: Path, name: str, dtype: torch.dtype, strips: int, tile: int | None) -> None:
@@ -218,7 +232,8 @@ def _check_options(folder: Path, name: str, dtype: torch.dtype, strips: int, til
         raise UserError(f"the vae's strips are {strips}, expected at least 1")
     if tile is not None and tile < 2:
         raise UserError(f"the vae's tile is {tile}, expected at least 2 latent pixels")
-    ways = {wan_vae.CLASS_NAME: "in strips", ltx2_vae.CLASS_NAME: "in tiles", patch_codec.CLASS_NAME: "at once"}
+    ways = {wan_vae.CLASS_NAME: "in strips", patch_codec.CLASS_NAME: "at once"}
+    ways |= dict.fromkeys((ltx2_vae.CLASS_NAME, fastvideo.CLASS_NAMES["vae"]), "in tiles")
     asked = {"in strips": strips > 1, "in tiles": tile is not None}
     for way in asked:
         if asked[way] and way != ways[name]:
@@ -234,6 +249,14 @@ def _read_wan_vae(folder: Path, device: torch.device, dtype: torch.dtype) -> Par
 
 def _read_ltx2_vae(folder: Path, device: torch.device, dtype: torch.dtype) -> Params:
     params, _ = ltx2_vae.load(folder, device=device, dtype=dtype)
+    return wan_vae.channels_last(params) if device.type == "cuda" else params
+
+
+def _read_fastvideo_vae(
+    tree: LazyTree, cfg: ltx2_vae.LTX2VaeConfig, device: torch.device, dtype: torch.dtype
+) -> Params:
+    kept = {k for k, spec in ltx2_vae.param_specs(cfg).items() if spec.keep_fp32}
+    params = apply(tree, cast(dtype, kept.__contains__)(tree.specs)).read(device=device)
     return wan_vae.channels_last(params) if device.type == "cuda" else params
 
 
@@ -256,7 +279,8 @@ class AudioVae:
 
     `encode(waveform [B, 2, N]) -> latents [B, C, T, F]` takes samples at `input_rate` and gives normalised latents,
     `latents_per_second` of them, and perhaps one for what a window reaches beyond the end. `decode(latents) -> waveform
-    [B, 2, N']` gives samples in [-1, 1] at `output_rate`; these two are None where there is no vocoder.
+    [B, 2, N']` gives samples in [-1, 1] at `output_rate`; these two are None where there is no vocoder. `no_encoder`
+    says why `encode` raises UserError whatever it is given; None where it does not.
     """
 
     encode: Callable[[Tensor], Tensor]
@@ -266,6 +290,7 @@ class AudioVae:
     latents_per_second: float
     decode: Callable[[Tensor], Tensor] | None = None
     output_rate: int | None = None
+    no_encoder: str | None = None
 
     def latent_frames(self, seconds: float) -> int:
         """Latent frames of a clip: the nearest number, an odd half to the even (as LTX-2's pipelines), at least 1."""
@@ -286,13 +311,17 @@ def _mel_codec(folder: Path, device: torch.device) -> AudioVae:
     )
 
 
-def _open_audio_vae(folder: Path) -> tuple[LazyTree, ltx2_audio.AudioVaeConfig]:
+def _open_audio_vae(folder: Path, name: str) -> tuple[LazyTree, ltx2_audio.AudioVaeConfig]:
+    if name == fastvideo.CLASS_NAMES["audio_vae"]:
+        return fastvideo.open_part(folder, "audio_vae")
     kind = ltx2_audio.AudioVaeConfig
     return open_model(folder, kind, ltx2_audio.CLASS_NAME, ltx2_audio.param_specs, fixed=ltx2_audio.FIXED)
 
 
 def _open_vocoder(folder: Path) -> tuple[LazyTree, AnyVocoderConfig]:
     config = read_mapping(folder / "config.json")
+    if fastvideo.is_vocoder(config):
+        return fastvideo.open_part(folder, "vocoder")
     cfg, tree = ltx2_vocoder_config.from_json(config, str(folder / "config.json")), open_checkpoint(folder)
     check_metadata(tree, config["_class_name"])
     check(tree, ltx2_vocoder.param_specs(cfg), what=str(folder))
@@ -315,8 +344,21 @@ def _cast(tree: LazyTree, kept: Callable[[str], bool], device: torch.device, dty
     return {k: leaf.read().to(device, None if kept(k) else dtype) for k, leaf in tree.items()}
 
 
-def _ltx2_sound(folder: Path, vocoder: Path | None, device: torch.device, dtype: torch.dtype, keep: bool) -> AudioVae:
-    tree, cfg = _open_audio_vae(folder)
+def _no_encoder(folder: Path, tree: LazyTree, vocoder: Path | None) -> str | None:
+    """Why an audio VAE cannot encode, or None. Raises UserError for one that can do nothing."""
+    if fastvideo.encodes(tree):
+        return None
+    why = f"{folder}: it has a decoder and no encoder (no key begins with encoder.), so it makes no latents of sound"
+    if vocoder is None:
+        raise UserError(f"{why}; and there is no vocoder for what it decodes")
+    return why
+
+
+def _ltx2_sound(
+    folder: Path, name: str, vocoder: Path | None, device: torch.device, dtype: torch.dtype, keep: bool
+) -> AudioVae:
+    tree, cfg = _open_audio_vae(folder, name)
+    no_encoder = _no_encoder(folder, tree, vocoder)
     voice_tree, voice = (None, None) if vocoder is None else _open_vocoder(vocoder)
     if voice is not None:
         _check_vocoder(vocoder, cfg, voice)
@@ -326,6 +368,8 @@ def _ltx2_sound(folder: Path, vocoder: Path | None, device: torch.device, dtype:
     read_voice = _reader(lambda: _cast(voice_tree, lambda k: True, device, dtype), keep)
 
     def encode(waveform: Tensor) -> Tensor:
+        if no_encoder is not None:
+            raise UserError(no_encoder)
         mel = log_mel(cfg.mel, waveform.to(device, torch.float32))
         return ltx2_audio.encode(read(), cfg, mel.to(dtype)).float()
 
@@ -341,6 +385,7 @@ def _ltx2_sound(folder: Path, vocoder: Path | None, device: torch.device, dtype:
         cfg.latents_per_second,
         decode=None if voice is None else decode,
         output_rate=None if voice is None else voice.output_sampling_rate,
+        no_encoder=no_encoder,
     )
 
 
@@ -365,7 +410,8 @@ def load_audio_vae(
 
     Raises:
         UserError: another class, by name; keys and shapes that do not fit the config, before any tensor is read; a
-            vocoder that does not fit; a dtype for the mel codec.
+            vocoder that does not fit; a VAE without an encoder (see `AudioVae.no_encoder`) that has no vocoder either;
+            a dtype for the mel codec.
     """
     folder, device = Path(folder), torch.device(device)
     config = read_mapping(folder / "config.json")
@@ -374,7 +420,8 @@ def load_audio_vae(
         if dtype != torch.float32:
             raise UserError(f"{folder}: {name!r} stays in float32, a vae_dtype of {dtype} would do nothing")
         return _mel_codec(folder, device)
-    if name != ltx2_audio.CLASS_NAME:
-        seen, ours = kind_of(config, "_class_name"), f"{mel_codec.CLASS_NAME!r} and {ltx2_audio.CLASS_NAME!r}"
+    known = (mel_codec.CLASS_NAME, ltx2_audio.CLASS_NAME, fastvideo.CLASS_NAMES["audio_vae"])
+    if name not in known:
+        seen, ours = kind_of(config, "_class_name"), ", ".join(map(repr, known))
         raise UserError(f"{folder}: _class_name {seen} cannot be run as an audio VAE by this version, only {ours}")
-    return _ltx2_sound(folder, None if vocoder is None else Path(vocoder), device, dtype, keep)
+    return _ltx2_sound(folder, name, None if vocoder is None else Path(vocoder), device, dtype, keep)

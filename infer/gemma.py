@@ -85,19 +85,21 @@ def _text_model(tree: LazyTree, specs: Specs, folder: Path) -> LazyTree:
     return LazyTree(leaves, tree.metadata, tree.files)
 
 
-def open_gemma(folder: str | Path) -> Gemma:
-    """The Gemma 3 of a `text_encoder/` folder with the `tokenizer/` beside it; nothing of its weights is read.
+def open_gemma(folder: str | Path, tokenizer: str | Path | None = None) -> Gemma:
+    """The Gemma 3 of a `text_encoder/` folder with its tokenizer, None: that in `tokenizer/` beside it; nothing of its
+    weights is read.
 
     Raises:
         UserError: another kind of model, a missing package or tokenizer, keys and shapes that do not fit the config.
     """
     folder = Path(folder)
-    kind, tokens = read_mapping(folder / "config.json"), folder.parent / "tokenizer"
+    kind = read_mapping(folder / "config.json")
+    tokens = folder.parent / "tokenizer" if tokenizer is None else Path(tokenizer)
     if kind.get("model_type") not in MODEL_TYPES:
         raise UserError(f"{folder}: text encoder {kind_of(kind, 'model_type')} is none of {', '.join(MODEL_TYPES)}")
     check_package(folder, "the text encoder")
     if not tokens.is_dir():
-        raise UserError(f"{tokens}: no such folder; the text encoder beside it needs its tokenizer")
+        raise UserError(f"{tokens}: no such folder; the text encoder {folder} needs its tokenizer")
     tree, config = open_checkpoint(folder), _config(folder)
     specs = {key: ParamSpec(tuple(x.shape), x.dtype) for key, x in _without_weights(config).state_dict().items()}
     leaves = _text_model(tree, specs, folder)

@@ -1,4 +1,4 @@
-"""An LTX-2 pipeline folder in Diffusers' layout: opened with its models, or written.
+"""An LTX-2 pipeline folder in Diffusers' layout: opened with its models, or written. FastVideo's are opened as well.
 
     model_index.json      which classes stand in which folder, and the sampling defaults
     transformer/          config.json, diffusion_pytorch_model*.safetensors; one stream or both
@@ -50,7 +50,7 @@ LIBRARIES = {
     "Gemma3ForConditionalGeneration": "transformers",
 }
 PARTS = ("vae", "audio_vae", "vocoder", "text_encoder", "tokenizer", "connectors", "latent_upsampler")
-BESIDE_TEXT = ("tokenizer", "connectors")
+BESIDE_TEXT = ("tokenizer", "connectors", "text_encoder/gemma")  # the last one is FastVideo's
 
 
 @dataclasses.dataclass(frozen=True)
@@ -262,7 +262,7 @@ def save_ltx2(
     raise_faults(f"parts of {folder}", [f"{k}: none of {', '.join(PARTS)}" for k in parts if k not in PARTS])
     text = parts.get("text_encoder")
     beside = {} if text is None else {n: text.parent / n for n in BESIDE_TEXT if (text.parent / n).is_dir()}
-    wanted = {**beside, **parts}
+    wanted = {**parts, **{name: place for name, place in beside.items() if name not in parts}}
     with atomic_folder(folder) as part:
         metadata = describe(class_name(cfg), to_json(cfg), transforms)
         save_checkpoint(part / "transformer", params, metadata=metadata)

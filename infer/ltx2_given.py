@@ -282,7 +282,12 @@ def read_files(
 
 
 def _heard(path: Path, seconds: float, vae: AudioVae, start: float = 0.0) -> Sound:
-    """A part of a sound, long enough for the latents of so many seconds (with silence after a shorter one)."""
+    """A part of a sound, long enough for the latents of so many seconds (with silence after a shorter one).
+
+    Raises UserError where nothing makes latents of it.
+    """
+    if vae.no_encoder is not None:
+        raise UserError(f"{path}: {vae.no_encoder}")
     least = (vae.latent_frames(seconds) + 1) / vae.latents_per_second
     return read_sound(path, rate=vae.input_rate, start=start, seconds=max(seconds, least))
 

@@ -1,5 +1,6 @@
 """LTX-2's text: captions to the embeddings that each stream of the transformer attends to.
 
+Folders are in Diffusers' form, or in FastVideo's, whose `text_encoder/` holds the connectors and Gemma in `gemma/`.
 Gemma's hidden states of all layers become features, and the connectors make the text of each stream of them. Weights
 are checked when a folder is opened, read by the call that needs them and freed before it returns, so that they and the
 transformer are never in memory together; one call therefore takes everything there is to embed.
@@ -23,6 +24,7 @@ from core.trees import Params
 from infer.encoders import borrowed, kind_of, read_mapping
 from infer.gemma import LENGTH, MODEL_TYPES, Gemma, Reader, hidden_states, open_gemma, read_gemma
 from nn import ltx2_connectors, text_hash
+from nn import ltx2_fastvideo as fastvideo
 from nn.config_files import open_model
 from nn.ltx2_config import LTX2Config
 from nn.ltx2_connectors import ConnectorConfig
@@ -92,13 +94,26 @@ class _Connectors:
     cfg: ConnectorConfig
 
 
-def _open_connectors(folder: Path, cfg: LTX2Config) -> _Connectors:
-    """The connectors of a pipeline's folder. Raises UserError for ones that are missing or do not fit."""
-    place = folder / "connectors"
+def _is_fastvideo(text_encoder: Path) -> bool:
+    """Whether a `text_encoder/` is FastVideo's, which has the connectors in it."""
+    path = text_encoder / "config.json"
+    return path.is_file() and fastvideo.is_text_encoder(read_mapping(path))
+
+
+def _find_connectors(folder: Path) -> tuple[Path, LazyTree, ConnectorConfig]:
+    """Where the connectors of a pipeline's folder stand, their leaves, and the config of both streams."""
+    text, place = folder / "text_encoder", folder / "connectors"
+    if _is_fastvideo(text):
+        return text, *fastvideo.open_connectors(text)
     if not place.is_dir():
         raise UserError(f"{place}: no such folder; the text encoder's hidden states need their connectors")
     kind, fixed = ltx2_connectors.CLASS_NAME, ltx2_connectors.FIXED
-    tree, own = open_model(place, ConnectorConfig, kind, ltx2_connectors.param_specs, fixed=fixed)
+    return place, *open_model(place, ConnectorConfig, kind, ltx2_connectors.param_specs, fixed=fixed)
+
+
+def _open_connectors(folder: Path, cfg: LTX2Config) -> _Connectors:
+    """The connectors of a pipeline's folder. Raises UserError for ones that are missing or do not fit."""
+    place, tree, own = _find_connectors(folder)
     own = dataclasses.replace(own, modality=cfg.modality)
     raise_faults(f"{place}: these connectors cannot be used", _connector_faults(own, cfg))
     leaves = {key: tree[key] for key in ltx2_connectors.param_specs(own)}
@@ -177,6 +192,11 @@ def _in_one(
     return connect
 
 
+def connector_config(folder: str | Path, cfg: LTX2Config) -> ConnectorConfig:
+    """The config of a pipeline's connectors, for the streams of its transformer. Errors as of `load_ltx2_text`."""
+    return _open_connectors(Path(folder), cfg).cfg
+
+
 def load_connectors(
     folder: str | Path,
     cfg: LTX2Config,
@@ -185,7 +205,7 @@ def load_connectors(
     dtype: torch.dtype = torch.float32,
     keep: bool = False,
 ) -> LTX2Text:
-    """The `connectors/` of a pipeline's folder alone, for features that are there: of the result `connect` can be used.
+    """The connectors of a pipeline's folder alone, for features that are there: of the result `connect` can be used.
 
     Arguments and errors as of `load_ltx2_text`; the projections that make features are not read.
     """
@@ -209,6 +229,16 @@ def _gemma_faults(gemma: Gemma, cfg: ConnectorConfig) -> list[str]:
     return faults
 
 
+def _open_gemma(text_encoder: Path) -> Gemma:
+    """The Gemma of a pipeline's `text_encoder/`. Raises UserError where there is none that fits."""
+    if not _is_fastvideo(text_encoder):
+        return open_gemma(text_encoder)
+    place, tokens = fastvideo.gemma_folder(text_encoder), fastvideo.tokenizer_folder(text_encoder)
+    if not (place / "config.json").is_file():
+        raise UserError(f"{place}: no Gemma 3 there; {text_encoder} has connectors only, and captions need both")
+    return open_gemma(place, tokens)
+
+
 def _features(
     reader: Reader, params: Params, cfg: ConnectorConfig, captions: Sequence[str]
 ) -> tuple[Texts, Tensor]:
@@ -222,7 +252,7 @@ def _gemma_text(
     folder: Path, cfg: LTX2Config, device: torch.device, dtype: torch.dtype, keep: bool, batch: int
 ) -> LTX2Text:
     """Gemma, its tokenizer and the connectors of a pipeline's folder."""
-    gemma, connectors = open_gemma(folder / "text_encoder"), _open_connectors(folder, cfg)
+    gemma, connectors = _open_gemma(folder / "text_encoder"), _open_connectors(folder, cfg)
     own, first = connectors.cfg, _projections(connectors)
     raise_faults(f"{connectors.folder}: the text encoder does not fit these connectors", _gemma_faults(gemma, own))
     read = lambda: (read_gemma(gemma, device, dtype), _read(connectors, first, device, dtype))  # noqa: E731
@@ -251,8 +281,9 @@ def load_ltx2_text(
     keep: bool = False,
     batch: int = 8,
 ) -> LTX2Text:
-    """The text encoder of a pipeline's folder: Gemma 3 (`text_encoder/`, `tokenizer/`, `connectors/`), or the demos'
-    hash embedder, which has no weights and no connectors and gives every stream the same embedding.
+    """The text encoder of a pipeline's folder: Gemma 3 (`text_encoder/`, `tokenizer/`, `connectors/`, or as FastVideo
+    has them: see `nn.ltx2_fastvideo`), or the demos' hash embedder, which has no weights and no connectors and gives
+    every stream the same embedding.
 
     Args:
         cfg: of the transformer; only its streams are made, and connectors of others are not read.
@@ -273,7 +304,7 @@ def load_ltx2_text(
     config = read_mapping(place / "config.json")
     if config.get("model_type") == text_hash.MODEL_TYPE:
         return _hash_text(place, cfg)
-    if config.get("model_type") not in MODEL_TYPES:
+    if config.get("model_type") not in MODEL_TYPES and not _is_fastvideo(place):
         raise UserError(
             f"{place}: text encoder {kind_of(config, 'model_type')} cannot be run for LTX-2, only "
             f"{', '.join(MODEL_TYPES)} and {text_hash.MODEL_TYPE}; give precomputed prompt embeddings instead"

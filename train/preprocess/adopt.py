@@ -9,12 +9,11 @@ import torch
 from torch import Tensor
 
 from core.errors import UserError, raise_faults
-from infer.ltx2_text import LTX2Text, load_connectors
+from infer.ltx2_text import LTX2Text, connector_config, load_connectors
 from infer.words import counted
 from nn import ltx2_formats
-from nn.config_files import read_config
 from nn.ltx2_config import MODALITIES, LTX2Config
-from nn.ltx2_connectors import CLASS_NAME, FIXED, ConnectorConfig
+from nn.ltx2_connectors import ConnectorConfig
 from train.precision import FLOATS
 from train.preprocess.buckets import Bucket, Clip, Unusable
 from train.preprocess.finish import Outcome
@@ -136,8 +135,7 @@ def configs(model: Path, streams: Sequence[str]) -> tuple[LTX2Config, ConnectorC
         raise UserError(f"{place}: holds the {cfg.modality} stream only, not {' and '.join(lacking)}")
     modality = next(word for word, names in MODALITIES.items() if names == tuple(streams))
     cfg = ltx2_formats.with_modality(cfg, modality, str(place))
-    connectors = read_config(ConnectorConfig, model / "connectors" / CONFIG, "_class_name", CLASS_NAME, fixed=FIXED)
-    return cfg, dataclasses.replace(connectors, modality=modality)
+    return cfg, connector_config(model, cfg)
 
 
 def entries_of(folder: Folder, captions: str | Path | None) -> list[Entry]:

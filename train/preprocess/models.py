@@ -16,7 +16,7 @@ from infer.autoencoders import AudioVae, Vae, load_audio_vae, load_vae
 from infer.encoders import ImageEncoder, TextEncoder, load_image_encoder, load_text_encoder, read_mapping
 from infer.hub import PARTS, resolve_model
 from infer.ltx2_text import LTX2Text, load_ltx2_text
-from nn import ltx2_formats, mel_codec, patch_codec, text_hash
+from nn import ltx2_fastvideo, ltx2_formats, mel_codec, patch_codec, text_hash
 from train.precision import FLOATS
 from train.preprocess.settings import SOUND, Encoding, Settings
 from train.rows import AUDIO, T2V, VIDEO, RowType
@@ -89,7 +89,8 @@ def find_sources(
 
 def is_gemma(text_encoder: Path) -> bool:
     """Whether a folder holds LTX-2's text encoder, which connectors follow; others have one text for all streams."""
-    return read_mapping(text_encoder / CONFIG).get("model_type") in gemma.MODEL_TYPES
+    config = read_mapping(text_encoder / CONFIG)
+    return config.get("model_type") in gemma.MODEL_TYPES or ltx2_fastvideo.is_text_encoder(config)
 
 
 def beside(name: str, folder: Path | None) -> Path | None:

@@ -17,6 +17,7 @@ from core.save import describe
 from infer import gemma
 from infer.encoders import CLIP_VISION, UMT5, read_mapping
 from infer.folder import COMPANIONS
+from nn import ltx2_fastvideo
 from train.preprocess.metadata import Entry, digest
 from train.preprocess.models import BESIDE, CONFIG, Sources, stand_ins
 from train.preprocess.parts import parts_of, read_report
@@ -48,13 +49,17 @@ def _header(path: Path) -> tuple[int, bytes]:
 
 def fingerprint(folder: str | Path) -> str:
     """Of a model's folder: its config, names, sizes and sampled contents of its weights, and the tokenizer or image
-    processor beside it. It does not change when the folder is copied or moved, and takes a fraction of a second.
+    processor beside it; of FastVideo's text encoder Gemma's too. It does not change when the folder is copied or moved,
+    and takes a fraction of a second.
     """
     folder, out = Path(folder), hashlib.blake2b(digest_size=16)
     config = read_mapping(folder / CONFIG)
     out.update(json.dumps(config, sort_keys=True).encode())
-    files = [f for f in sorted(folder.iterdir()) if f.suffix in WEIGHTS]
-    beside = folder.parent / WITH.get(config.get("model_type"), "")
+    beside, weights = folder.parent / WITH.get(config.get("model_type"), ""), [folder]
+    if ltx2_fastvideo.is_text_encoder(config):
+        beside = ltx2_fastvideo.tokenizer_folder(folder)
+        weights += [place for place in [ltx2_fastvideo.gemma_folder(folder)] if place.is_dir()]
+    files = [f for place in weights for f in sorted(place.iterdir()) if f.suffix in WEIGHTS]
     if beside != folder.parent and beside.is_dir():
         files += [f for f in sorted(beside.iterdir()) if f.suffix in SMALL]
     for file in files:
@@ -66,7 +71,7 @@ def fingerprint(folder: str | Path) -> str:
 def model_entry(folder: Path, noted: str | None = None) -> dict[str, str]:
     """A model in the record; `noted` is its place inside the set, else the folder's own is noted."""
     config = read_mapping(folder / CONFIG)
-    name = config.get("_class_name", config.get("model_type"))
+    name = config.get("_class_name", config.get("model_type", next(iter(config.get("architectures", [])), None)))
     return {
         "class": str(name),
         "folder": str(folder.resolve()) if noted is None else noted,
