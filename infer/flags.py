@@ -97,7 +97,8 @@ def _how_to_sample(p: argparse.ArgumentParser) -> None:
                    "%(default)s)")  # fmt: skip
     g.add_argument("--vae-strips", type=int, default=1, metavar="N", help="decode in N strips of the picture: the same "
                    "video in less memory and a little more time, for Wan's VAE (default: 1)")  # fmt: skip
-    g.add_argument("--attention-backend", default="auto", choices=["auto", *(b.name for b in BACKENDS)],
+    g.add_argument("--attention-backend", default="auto", type=lambda text: text.strip().lower(),
+                   choices=["auto", *(b.name for b in BACKENDS)],
                    help="attention kernel (default: auto)")  # fmt: skip
     g.add_argument("--compile", action="store_true", help="compile the transformer's block, once for all of them and "
                    "for each size: a minute or so first, then faster steps (on a CPU with a C++ compiler)")  # fmt: skip

@@ -15,10 +15,6 @@ from infer.schedules import is_int
 from train.preprocess.metadata import PARSERS
 from train.preprocess.settings import Encoding
 
-Attention = Literal[
-    "auto", "reference", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "triton", "triton_cudnn",
-    "fa3", "fa4",
-]
 Sampler = Literal["euler", "unipc", "gradient_estimation", "res_2s"]
 Scalar = bool | int | float | str | None
 Override = Annotated[Scalar | tuple[Scalar, ...], Label("scalar or list")]
@@ -32,6 +28,13 @@ def _spelled(value: Any) -> Any:
 
 
 Float = Annotated[Literal["fp32", "bf16"], BeforeValidator(_spelled)]
+Attention = Annotated[
+    Literal[
+        "auto", "reference", "sdpa", "sdpa_flash", "sdpa_cudnn", "sdpa_efficient", "sdpa_math", "triton",
+        "triton_cudnn", "fa3", "fa4",
+    ],
+    BeforeValidator(_spelled),
+]  # fmt: skip
 
 
 class Wan(Section):

@@ -26,7 +26,8 @@ HALF = (torch.float16, torch.bfloat16)
 class AttentionRequest:
     """What a backend needs to know to say whether it can serve, and the table to say which is the fastest.
 
-    `forward_by_hand`, `backward_by_hand`: why our kernels in Gluon do not serve the pass, or None.
+    `repeat`: PyTorch is asked for deterministic algorithms. `forward_by_hand`, `backward_by_hand`: why our kernels in
+    Gluon do not serve the pass, or None.
     """
 
     device: str
@@ -44,6 +45,7 @@ class AttentionRequest:
     gradients: bool = False
     tangents: bool = False
     positive_scale: bool = True
+    repeat: bool = False
     layout_fault: str | None = None
     forward_by_hand: str | None = "not examined"
     backward_by_hand: str | None = "not examined"
@@ -78,6 +80,8 @@ def _flash_refusal(request: AttentionRequest) -> str | None:
 def _cudnn_refusal(request: AttentionRequest) -> str | None:
     if request.head_dim > 128 or request.head_dim % 8:
         return f"head size {request.head_dim} is not a multiple of 8 up to 128"
+    if request.repeat:
+        return "deterministic algorithms are asked for, and cuDNN's backward pass is none"
     return _gpu_refusal(request)
 
 
@@ -170,12 +174,12 @@ BY_NAME = {b.name: b for b in BACKENDS}
 class Facts(NamedTuple):
     """All that the checks and the choice depend on, cheap to collect: an eager call costs little but this."""
 
-    device: torch.device
+    devices: tuple[torch.device, ...]
     dtypes: tuple[torch.dtype, ...]
     shapes: tuple[torch.Size, ...]
     strides: tuple[tuple[int, ...], ...]
-    key_mask: torch.Size | None
-    lens: torch.Size | None
+    key_mask: tuple[torch.Size, torch.dtype, torch.device] | None
+    lens: tuple[torch.Size, torch.dtype, torch.device] | None
     biased: bool
     causal: bool
     return_lse: bool
@@ -190,12 +194,12 @@ def facts_of(
 ) -> Facts:  # fmt: skip
     """The facts of a call with these arguments."""
     return Facts(
-        q.device,
+        (q.device, k.device, v.device),
         (q.dtype, k.dtype, v.dtype),
         (q.shape, k.shape, v.shape),
         (q.stride(), k.stride(), v.stride()),
-        None if key_mask is None else key_mask.shape,
-        None if lens is None else lens.shape,
+        None if key_mask is None else (key_mask.shape, key_mask.dtype, key_mask.device),
+        None if lens is None else (lens.shape, lens.dtype, lens.device),
         bias is not None,
         causal,
         return_lse,
@@ -206,22 +210,43 @@ def facts_of(
     )
 
 
+def _mask_faults(facts: Facts, batch: int, keys: int) -> list[str]:
+    """Masks of other shapes or dtypes: integers would be read as bytes by one backend, as a bias by another."""
+    faults = []
+    if facts.key_mask is not None and (facts.key_mask[0] != (batch, keys) or facts.key_mask[1] != torch.bool):
+        shape, dtype, _ = facts.key_mask
+        faults.append(f"key_mask must be [B, Lk] = [{batch}, {keys}] and bool; got {list(shape)}, {dtype}")
+    if facts.lens is not None and (facts.lens[0] != (batch,) or facts.lens[1] not in (torch.int32, torch.int64)):
+        shape, dtype, _ = facts.lens
+        faults.append(f"lens must be [B] = [{batch}] and int32 or int64; got {list(shape)}, {dtype}")
+    return faults
+
+
+def _device_faults(facts: Facts) -> list[str]:
+    """Tensors that are not where q is."""
+    found = [("k", facts.devices[1]), ("v", facts.devices[2])]
+    found += [] if facts.key_mask is None else [("key_mask", facts.key_mask[2])]
+    found += [] if facts.lens is None else [("lens", facts.lens[2])]
+    return [f"{name} is on {place}, q on {facts.devices[0]}" for name, place in found if place != facts.devices[0]]
+
+
 def _check(site: str, facts: Facts) -> None:
     faults, (q, k, v) = [], facts.shapes
     if site not in SITES:
         faults.append(f"site {site!r} is none of {', '.join(SITES)}")
     if not (len(q) == len(k) == len(v) == 4):
         faults.append(f"q, k, v must be [B, L, H, D]; got {list(q)}, {list(k)}, {list(v)}")
-    elif k != v or q[0] != k[0] or q[3] != k[3] or q[2] % k[2]:
+    elif k != v or q[0] != k[0] or q[3] != k[3] or (q[2] % k[2] if k[2] else q[2]):
         faults.append(
             f"q {list(q)}, k {list(k)}, v {list(v)}: k and v must be equal, batch and head size "
             "shared, and q's heads a multiple of k's"
         )
-    elif facts.key_mask is not None and facts.key_mask != (k[0], k[1]):
-        faults.append(f"key_mask must be [B, Lk] = [{k[0]}, {k[1]}], got {list(facts.key_mask)}")
-    elif facts.lens is not None and facts.lens != (k[0],):
-        faults.append(f"lens must be [B] = [{k[0]}], got {list(facts.lens)}")
+    else:
+        faults += _mask_faults(facts, k[0], k[1])
+    faults += _device_faults(facts)
     of_q, of_k, of_v = facts.dtypes
+    if not of_q.is_floating_point:
+        faults.append(f"q, k, v must be floating, got {of_q}")
     if not (of_q == of_k == of_v):
         faults.append(f"q, k, v must share a dtype; got {of_q}, {of_k}, {of_v}")
     raise_faults("attention: the arguments do not fit", faults)
@@ -238,19 +263,19 @@ def _call_by_hand(facts: Facts, capability) -> by_hand.Call:
 
 def _request(facts: Facts) -> AttentionRequest:
     q, k, _ = facts.shapes
-    capability = capability_of(facts.device)
+    capability = capability_of(facts.devices[0])
     layout_fault = strided_fault(facts.dtypes[0], facts.shapes, facts.strides)
     call = _call_by_hand(facts, capability)
     faults = [layout_fault or fault(call) for fault in (by_hand.forward_fault, by_hand.backward_fault)]
     return AttentionRequest(
-        device=facts.device.type,
+        device=facts.devices[0].type,
         dtype=facts.dtypes[0],
         head_dim=q[-1],
         masked=facts.key_mask is not None or facts.lens is not None,
         biased=facts.biased,
         causal=facts.causal,
         return_lse=facts.return_lse,
-        index=facts.device.index,
+        index=facts.devices[0].index,
         capability=capability,
         queries=q[1],
         keys=k[1],
@@ -258,6 +283,7 @@ def _request(facts: Facts) -> AttentionRequest:
         gradients=facts.gradients,
         tangents=facts.tangents,
         positive_scale=facts.positive_scale,
+        repeat=facts.repeat,
         layout_fault=layout_fault,
         forward_by_hand=faults[0],
         backward_by_hand=faults[1],

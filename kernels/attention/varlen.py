@@ -52,6 +52,9 @@ def _faults(q: Tensor, k: Tensor, v: Tensor, cu_q: Tensor, cu_k: Tensor) -> list
     for name, cu in (("cu_q", cu_q), ("cu_k", cu_k)):
         if cu.ndim != 1 or cu.dtype not in (torch.int32, torch.int64) or cu.shape[0] < 2:
             faults.append(f"{name} must be int32 or int64 [sequences + 1], got {cu.dtype} {list(cu.shape)}")
+    devices = {n: x.device for n, x in (("q", q), ("k", k), ("v", v), ("cu_q", cu_q), ("cu_k", cu_k))}
+    if len(set(devices.values())) > 1:
+        faults.append("all must be on one device; " + ", ".join(f"{name} is on {d}" for name, d in devices.items()))
     if not faults and cu_q.shape != cu_k.shape:
         faults.append(f"cu_q and cu_k have {cu_q.shape[0] - 1} and {cu_k.shape[0] - 1} sequences")
     return faults

@@ -16,7 +16,7 @@ from kernels.dispatch import Backend, capability_of, choose, explain, not_interp
 from kernels.op import differentiable, fold_batch, product_flops, raw_op, unfold_batch
 from kernels.qat.nvfp4 import nvfp4_global_scale
 from kernels.qat.reference import backward_reference, forward_reference
-from kernels.qat.tiles import HEAD_SIZES
+from kernels.qat.tiles import HEAD_SIZES, MEASURED
 from kernels.tiles import DTYPES
 
 PScale = Literal["group", "static", "row"]
@@ -179,8 +179,12 @@ def _request(q: Tensor) -> QatRequest:
 
 
 def explain_qat_attention(q: Tensor) -> dict[str, str]:
-    """`{backend: "usable" or why not}` for a query `[B, L, H, D]`."""
-    return explain(BACKENDS, _request(q))
+    """`{backend: "usable" or why not}` for a query `[B, L, H, D]`, and where its head size was not measured."""
+    told, size = explain(BACKENDS, _request(q)), q.shape[-1]
+    if told["triton"] == "usable" and size not in MEASURED:
+        known = " and ".join(map(str, MEASURED))
+        told["triton"] += f"; its time at head size {size} was not measured, those at {known} were"
+    return told
 
 
 def _real_keys(x: Tensor, lens: Tensor | None) -> Tensor:

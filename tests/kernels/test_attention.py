@@ -114,6 +114,43 @@ def test_bad_shapes_are_listed_together():
         attention(q, q, q, site="self", key_mask=torch.ones(1, 3, dtype=torch.bool))
     with pytest.raises(UserError, match="share a dtype"):
         attention(q, q.double(), q, site="self")
+    for backend in ("auto", "triton", "reference"):
+        options = {"site": "self", "backend": backend}
+        for wrong in (torch.int64, torch.uint8, torch.float32):  # tokenizers give int64
+            with pytest.raises(UserError, match=rf"key_mask must be \[B, Lk\] = \[1, 2\] and bool; .*, {wrong}"):
+                attention(q, q, q, key_mask=torch.ones(1, 2, dtype=wrong), **options)
+            with pytest.raises(UserError, match=r"lens must be \[B\] = \[1\] and int32 or int64"):
+                attention(q, q, q, lens=torch.ones(1, 1 + (wrong != torch.float32), dtype=wrong), **options)
+        with pytest.raises(UserError, match="(?s)k is on meta, q on cpu.*v is on meta"):
+            attention(q, q.to("meta"), q.to("meta"), **options)
+        with pytest.raises(UserError, match="key_mask is on meta"):
+            attention(q, q, q, key_mask=torch.ones(1, 2, dtype=torch.bool, device="meta"), **options)
+        with pytest.raises(UserError, match="must be floating, got torch.int32"):
+            attention(q.int(), q.int(), q.int(), **options)
+    none = torch.zeros(1, 2, 0, 8)
+    assert attention(none, none, none, site="self").shape == (1, 2, 0, 8)
+
+
+@pytest.mark.parametrize("backend", ["auto", "sdpa", "sdpa_math"])
+def test_the_gradient_of_a_bias_is_the_references(backend):
+    """Attention strengths are trained through it."""
+    q, k, v = (torch.randn(2, n, 3, 16, dtype=torch.float64) for n in (5, 7, 7))
+    bias, weight = torch.randn(2, 1, 5, 7, dtype=torch.float64), torch.randn(2, 5, 3, 16, dtype=torch.float64)
+
+    def gradients(**options):
+        leaves = [x.clone().requires_grad_() for x in (q, k, v, bias)]
+        out = attention(*leaves[:3], site="self", bias=leaves[3], **options)
+        return torch.autograd.grad((out * weight).sum(), leaves)
+
+    torch.testing.assert_close(gradients(backend=backend), gradients(backend="reference"))
+
+
+def test_cudnn_is_refused_where_results_must_repeat():
+    """Its backward pass adds in any order, and PyTorch's own check sees only its own calls of it."""
+    plain = {"forward_by_hand": None, "backward_by_hand": None}
+    for name in ("sdpa_cudnn", "triton_cudnn"):
+        assert "deterministic" in dispatch.BY_NAME[name].refusal(request(repeat=True, **plain))
+        assert "deterministic" not in str(dispatch.BY_NAME[name].refusal(request(**plain)))
 
 
 def test_names_are_stripped_and_in_any_case():

@@ -346,6 +346,8 @@ def test_what_each_architecture_is_told(monkeypatch, capability, native, triton)
     q = torch.zeros(1, 2, 2, 16, device=DEVICE)
     why = explain_qat_attention(q)
     assert native in why["native_fp4"] and triton in why["triton"] and why["reference"] == "usable"
+    told = explain_qat_attention(torch.zeros(1, 2, 2, 128, device=DEVICE))["triton"]
+    assert "not measured" not in told and ("64 and 128 were" in why["triton"]) == why["triton"].startswith("usable")
     with pytest.raises(UserError, match="'native_fp4' cannot serve this call: .*FP4"):
         qat_attention(q, q, q, backend=" Native_FP4 ")
 
