@@ -213,12 +213,18 @@ def facts_of(
 def _mask_faults(facts: Facts, batch: int, keys: int) -> list[str]:
     """Masks of other shapes or dtypes: integers would be read as bytes by one backend, as a bias by another."""
     faults = []
-    if facts.key_mask is not None and (facts.key_mask[0] != (batch, keys) or facts.key_mask[1] != torch.bool):
+    if facts.key_mask is not None:
         shape, dtype, _ = facts.key_mask
-        faults.append(f"key_mask must be [B, Lk] = [{batch}, {keys}] and bool; got {list(shape)}, {dtype}")
-    if facts.lens is not None and (facts.lens[0] != (batch,) or facts.lens[1] not in (torch.int32, torch.int64)):
+        if shape != (batch, keys):
+            faults.append(f"key_mask must be [B, Lk] = [{batch}, {keys}], got {list(shape)}")
+        if dtype != torch.bool:
+            faults.append(f"key_mask must be bool, got {dtype}")
+    if facts.lens is not None:
         shape, dtype, _ = facts.lens
-        faults.append(f"lens must be [B] = [{batch}] and int32 or int64; got {list(shape)}, {dtype}")
+        if shape != (batch,):
+            faults.append(f"lens must be [B] = [{batch}], got {list(shape)}")
+        if dtype not in (torch.int32, torch.int64):
+            faults.append(f"lens must be int32 or int64, got {dtype}")
     return faults
 
 

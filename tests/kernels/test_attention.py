@@ -117,10 +117,13 @@ def test_bad_shapes_are_listed_together():
     for backend in ("auto", "triton", "reference"):
         options = {"site": "self", "backend": backend}
         for wrong in (torch.int64, torch.uint8, torch.float32):  # tokenizers give int64
-            with pytest.raises(UserError, match=rf"key_mask must be \[B, Lk\] = \[1, 2\] and bool; .*, {wrong}"):
+            with pytest.raises(UserError, match=f"key_mask must be bool, got {wrong}"):
                 attention(q, q, q, key_mask=torch.ones(1, 2, dtype=wrong), **options)
-            with pytest.raises(UserError, match=r"lens must be \[B\] = \[1\] and int32 or int64"):
-                attention(q, q, q, lens=torch.ones(1, 1 + (wrong != torch.float32), dtype=wrong), **options)
+            if wrong != torch.int64:
+                with pytest.raises(UserError, match=f"lens must be int32 or int64, got {wrong}"):
+                    attention(q, q, q, lens=torch.ones(1, dtype=wrong), **options)
+        with pytest.raises(UserError, match=r"lens must be \[B\] = \[1\], got \[1, 2\]"):
+            attention(q, q, q, lens=torch.ones(1, 2, dtype=torch.int64), **options)
         with pytest.raises(UserError, match="(?s)k is on meta, q on cpu.*v is on meta"):
             attention(q, q.to("meta"), q.to("meta"), **options)
         with pytest.raises(UserError, match="key_mask is on meta"):
